@@ -1,0 +1,152 @@
+"""The packed form of a list of groups: flat, logical, no padding, no sharing.
+
+T = all tokens laid end to end, S = sequences (trajectories), G = groups. Groups are contiguous and in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ratchet.errors import MissingColumn
+
+Level = Literal["token", "sequence", "group"]
+
+
+class Weight(NamedTuple):
+    """The complete normaliser of one term over one optimizer step: [T], [S] or [G] by `level`, float64."""
+
+    level: Level
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Columns that `pack` fills are fields; columns that passes and estimators fill later live in `token_columns` ([T] or
+    [T, k]) and `sequence_columns` ([S]). Statistics (rewards, advantages, weights) are float64 on the CPU; the learner casts
+    them to its own dtype, so that the same batch serves float32 training and float64 oracles.
+    """
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64, restarts at 0 in every sequence
+    turn_T: Tensor  # int32, index of the policy turn, -1 outside
+    trainable_T: Tensor  # bool; false for rows with use != "train"
+    rollout_logprobs_T: Tensor  # float32
+    versions_T: Tensor  # int32, -1 where the policy did not write
+    lengths_S: Tensor  # int64
+    group_S: Tensor  # int64, 0..G-1
+    attempt_S: Tensor  # int64
+    train_S: Tensor  # bool, use == "train"
+    scored_S: Tensor  # bool, has a reward that counts
+    truncated_S: Tensor  # bool
+    rewards_S: Tensor  # float64, NaN where there is none
+    temperature_S: Tensor  # float64
+    tag_S: Tensor  # int64, index into `tags`
+    group_ids: tuple[str, ...]  # [G]
+    tags: tuple[str, ...]
+    token_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Weight] = field(default_factory=dict)  # by term name
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens_T)
+
+    @property
+    def n_sequences(self) -> int:
+        return len(self.lengths_S)
+
+    @property
+    def n_groups(self) -> int:
+        return len(self.group_ids)
+
+    @property
+    def starts_S(self) -> Tensor:
+        """Index of each sequence's first token in the flat [T] axis."""
+        return self.lengths_S.cumsum(0) - self.lengths_S
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """Index of the sequence that each token belongs to, int64 [T]."""
+        return torch.repeat_interleave(
+            torch.arange(self.n_sequences, device=self.lengths_S.device), self.lengths_S, output_size=self.n_tokens
+        )
+
+    def need(self, name: str, *, algorithm: str = "") -> Tensor:
+        """The filled column `name`. Raises MissingColumn naming the algorithm, the column and the pass to add."""
+        for columns in (self.token_columns, self.sequence_columns):
+            if name in columns:
+                return columns[name]
+        raise MissingColumn(name, algorithm=algorithm)
+
+    def has(self, name: str) -> bool:
+        return name in self.token_columns or name in self.sequence_columns
+
+    def fill_tokens(self, **columns: Tensor) -> Batch:
+        for name, column in columns.items():
+            assert len(column) == self.n_tokens, f"{name}: {len(column)} rows for {self.n_tokens} tokens"
+        return replace(self, token_columns={**self.token_columns, **columns})
+
+    def fill_sequences(self, **columns: Tensor) -> Batch:
+        for name, column in columns.items():
+            assert len(column) == self.n_sequences, f"{name}: {len(column)} rows for {self.n_sequences} sequences"
+        return replace(self, sequence_columns={**self.sequence_columns, **columns})
+
+    def sequence_sum(self, x_T: Tensor) -> Tensor:
+        """Sum of a token column within each sequence: [T] -> [S], differentiable."""
+        return x_T.new_zeros(self.n_sequences).index_add(0, self.sequence_T, x_T)
+
+    def group_sum(self, x_S: Tensor) -> Tensor:
+        """Sum of a sequence column within each group: [S] -> [G], differentiable."""
+        return x_S.new_zeros(self.n_groups).index_add(0, self.group_S, x_S)
+
+    def take(self, sequences: Sequence[int]) -> Batch:
+        """The batch restricted to some sequences, in the given order (mini-batch, micro-batch or shard).
+
+        Weights travel with their rows and are not renormalised. Groups are renumbered from 0 in order of appearance; a
+        group must come out whole where a group-level weight is present (the planner's `unit` sees to that).
+        """
+        rows = torch.as_tensor(sequences, dtype=torch.int64, device=self.lengths_S.device)
+        lengths_S = self.lengths_S[rows]
+        offsets_S = self.starts_S[rows] - (lengths_S.cumsum(0) - lengths_S)
+        total = int(lengths_S.sum())
+        tokens = torch.arange(total, device=rows.device) + torch.repeat_interleave(offsets_S, lengths_S, output_size=total)
+        kept, group_S = _renumber(self.group_S[rows])
+        picks = {"token": tokens, "sequence": rows, "group": kept}
+        changes: dict[str, object] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                changes[item.name] = value[tokens if item.name.endswith("_T") else rows]
+        changes["group_S"] = group_S
+        changes["group_ids"] = tuple(self.group_ids[g] for g in kept.tolist())
+        changes["token_columns"] = {k: v[tokens] for k, v in self.token_columns.items()}
+        changes["sequence_columns"] = {k: v[rows] for k, v in self.sequence_columns.items()}
+        changes["weights"] = {k: Weight(w.level, w.values[picks[w.level]]) for k, w in self.weights.items()}
+        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
+        """Every tensor on `device`; floating columns in `dtype` (the learner's loss dtype)."""
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype)
+
+        changes: dict[str, object] = {
+            item.name: move(getattr(self, item.name)) for item in fields(self) if isinstance(getattr(self, item.name), Tensor)
+        }
+        changes["token_columns"] = {k: move(v) for k, v in self.token_columns.items()}
+        changes["sequence_columns"] = {k: move(v) for k, v in self.sequence_columns.items()}
+        changes["weights"] = {k: Weight(w.level, move(w.values)) for k, w in self.weights.items()}
+        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def _renumber(group_S: Tensor) -> tuple[Tensor, Tensor]:
+    """(old ids in order of appearance, new ids 0..G-1 per sequence)."""
+    order: dict[int, int] = {}
+    new = [order.setdefault(g, len(order)) for g in group_S.tolist()]
+    device = group_S.device
+    return torch.tensor(list(order), dtype=torch.int64, device=device), torch.tensor(new, dtype=torch.int64, device=device)

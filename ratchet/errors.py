@@ -1,0 +1,57 @@
+"""Every error that Ratchet raises on purpose.
+
+    RatchetError
+    ├── ConfigError          a recipe or an override is wrong; `ratchet train` exits 2 before anything starts
+    ├── DataError            a row, a file or a prompt is wrong; names the file and the line where it can
+    ├── ModelError           a model directory can't be read, or doesn't fit the tokenizer
+    ├── MissingColumn        a loss asked for a column that no pass fills
+    ├── MissingDependency    an optional package is needed and absent; names the extra that brings it
+    ├── CheckpointError      a checkpoint is absent, incomplete or damaged
+    ├── RunDirectoryError    the run directory can't be used (taken by another run, read-only, other config)
+    └── TrainingError        training can't go on (non-finite steps in a row, too many failed attempts)
+
+A message says what is wrong, where, and the smallest fix. `assert` is kept for our own bugs.
+"""
+
+from __future__ import annotations
+
+
+class RatchetError(Exception):
+    """Base of all errors meant for the user; the command line prints them without a traceback."""
+
+
+class ConfigError(RatchetError):
+    pass
+
+
+class DataError(RatchetError):
+    pass
+
+
+class ModelError(RatchetError):
+    pass
+
+
+class MissingColumn(RatchetError):
+    def __init__(self, column: str, *, algorithm: str = "", hint: str = "") -> None:
+        where = f" of algorithm '{algorithm}'" if algorithm else ""
+        fix = hint or f"add a Pass that produces '{column}' to Algorithm.passes"
+        super().__init__(f"column '{column}'{where} was never filled: {fix}")
+        self.column = column
+
+
+class MissingDependency(RatchetError):
+    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+        super().__init__(f"{needed_for} needs the package '{package}': pip install 'ratchet[{extra}]'")
+
+
+class CheckpointError(RatchetError):
+    pass
+
+
+class RunDirectoryError(RatchetError):
+    pass
+
+
+class TrainingError(RatchetError):
+    pass

@@ -1,0 +1,181 @@
+"""The protocols that every backend, environment, reward and source implements. Small on purpose; each has a fake and a
+conformance suite in `ratchet.testing`. Methods are async wherever an implementation may wait for another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from ratchet.types import Completion, Group, Message, Outcome, Sampling, Split, Task, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ratchet.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a learner computes for a term on one micro-batch, with gradient. A quantity that no term `needs` is None.
+
+    `logprobs` [T]: log p(token | tokens before it in its sequence) under the row's temperature, 0 where a token does not
+    train. `old_logprobs` [T], detached: the batch's column, or, where the batch gets a single optimizer step, the live
+    ones. `entropy` [T] (nats, under the temperature) and `values` [T] are aligned with `logprobs`: entry t belongs to the
+    prediction *of* token t. `scores` [S]: scalar head at each sequence's last token. `sequence_sum` sums a token column
+    within each sequence, over context-parallel ranks too.
+    """
+
+    sequence_sum: Callable[[Tensor], Tensor]
+    logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+
+    def need(self, name: str) -> Tensor:
+        value = getattr(self, name)
+        assert value is not None, f"a term reads '{name}' without declaring it in `needs`"
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank-local piece of one weight under its canonical Hugging Face name."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole weight
+    offsets: tuple[int, ...]  # where the piece starts, per dimension
+    tensor: Tensor
+
+
+class LossTerm(Protocol):
+    """What a learner needs to know of a term (`ratchet.algorithms.base.Term` is the implementation)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> frozenset[str]: ...
+    def __call__(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """(sum over the micro-batch of weight * x, metrics weighted alike and detached)"""
+        ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """Holds trainable (or frozen) weights, computes columns, applies updates."""
+
+    async def score(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
+        """Columns without gradient: "logprobs", "entropy", "values" [T], "scores" [S]; float32 on the CPU."""
+        ...
+
+    async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
+        """One optimizer step on a weighed mini-batch. Only sums: micro-batches and ranks never rescale. A step whose
+        gradient is not finite, or whose weights are all 0, changes nothing and says so in the metrics."""
+        ...
+
+    def weights(self) -> Iterator[Shard]: ...
+    def save(self, directory: Path) -> None:
+        """Everything that a bit-equal continuation needs: weights, optimizer, schedule."""
+        ...
+
+    def load(self, directory: Path) -> None: ...
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Turns prompt tokens into completions. A push of new weights is a transaction: prepare, receive, commit (or rollback)."""
+
+    @property
+    def version(self) -> int: ...
+    async def generate(self, tokens: Sequence[int], sampling: Sampling) -> Completion: ...
+    def abort(self) -> None:
+        """Ends every running request; each returns what it has, with StopReason.ABORTED."""
+        ...
+
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def prepare(self, manifest: Mapping[str, Any]) -> None: ...
+    async def receive(self, shards: Iterator[Shard]) -> None: ...
+    async def commit(self, version: int) -> None: ...
+    async def rollback(self) -> None: ...
+
+
+@runtime_checkable
+class Placeable(Protocol):
+    """Whatever holds an accelerator."""
+
+    async def onload(self) -> None: ...
+    async def offload(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An environment's answer to one policy turn: what it says back, the turn's own reward, and whether the episode ended."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    state_key: str = ""
+    metrics: Mapping[str, float] | None = None
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Serves tasks, and plays one attempt at a time (the manager makes as many instances as it needs).
+
+    `replayable`: reset(task) followed by the same messages gives the same observations.
+    """
+
+    replayable: bool
+
+    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
+        """Tasks in a fixed order given `seed`, from position `start` on, so that resuming costs one integer. "train" may
+        be endless; "test" is finite or endless, never overlaps "train", and does not depend on the training position."""
+        ...
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        """The messages that solve the task, for supervised training. Raises DataError where there is none."""
+        ...
+
+    async def reset(self, task: Task) -> Sequence[Message]: ...
+    async def step(self, message: Message) -> Step: ...
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Judges the trajectories of one group. A plain function `(trajectory, task) -> float | dict of named parts` is adapted."""
+
+    async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]: ...
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Yields groups; keeps what was drawn until it is acknowledged, so that a resumed run loses nothing."""
+
+    async def draw(self, n: int, version: int) -> list[Group]: ...
+    def ack(self, ids: Sequence[str], step: int) -> None: ...
+    def nack(self, ids: Sequence[str], reason: str) -> None: ...
+    async def snapshot(self) -> Mapping[str, Any]:
+        """JSON-serialisable state at a step boundary."""
+        ...
+
+    async def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Link(Protocol):
+    """Moves weights from a learner to a generator."""
+
+    async def push(self, version: int) -> None: ...
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Decides where a component lives; returns it or a proxy with the same methods."""
+
+    def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...

@@ -1,0 +1,137 @@
+"""The one decoder that learner and embedded engine share, over flat token axes: no batch dimension, no padding.
+
+How tokens attend to each other is the caller's: the learner passes attention over packed sequences, the engine attention
+over its KV cache. Both therefore run the same weights through the same arithmetic.
+
+T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ratchet.models.config import DecoderConfig
+from ratchet.models.rope import RotaryTable
+
+
+class Attend(Protocol):
+    """(layer index, queries [T, H, D], keys [T, K, D], values [T, K, D]) -> [T, H, D]; queries and keys are rotated."""
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor: ...
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; q, k and v come from one fused matrix (rows: all q heads, all k heads, all v heads)."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        heads = config.n_heads + 2 * config.n_kv_heads
+        self.qkv_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.out_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x_Td: Tensor, cos_TD: Tensor, sin_TD: Tensor, attend: Attend) -> Tensor:
+        c = self.config
+        qkv = self.qkv_proj(x_Td).view(len(x_Td), -1, c.head_dim)
+        q_THD, k_TKD, v_TKD = qkv.split([c.n_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
+        q_THD = rotate(self.q_norm(q_THD), cos_TD, sin_TD)
+        k_TKD = rotate(self.k_norm(k_TKD), cos_TD, sin_TD)
+        return self.o_proj(attend(self.layer, q_THD, k_TKD, v_TKD).flatten(1))
+
+
+def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotary position embedding on half-split pairs (arXiv:2104.09864, eq. 34, in the layout of Hugging Face weights)."""
+    half = x_THD.shape[-1] // 2
+    cos, sin = cos_TD[:, None, :half], sin_TD[:, None, :half]
+    first, second = x_THD[..., :half], x_THD[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202); gate and up are one fused matrix."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_Td: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x_Td).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = build_mlp(config)
+
+    def forward(self, x_Td: Tensor, cos_TD: Tensor, sin_TD: Tensor, attend: Attend) -> Tensor:
+        x_Td = x_Td + self.self_attn(self.input_layernorm(x_Td), cos_TD, sin_TD, attend)
+        return x_Td + self.mlp(self.post_attention_layernorm(x_Td))
+
+
+def build_mlp(config: DecoderConfig) -> nn.Module:
+    """The seam for mixture-of-experts layers."""
+    return GatedMLP(config)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary = RotaryTable(config)
+        self.checkpointing = False
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, d]; the embedding itself when tied."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token."""
+        x_Td = self.embed_tokens(tokens_T)
+        cos_TD, sin_TD = self.rotary(positions_T, x_Td.dtype)
+        for block in self.layers:
+            if self.checkpointing and torch.is_grad_enabled():
+                x_Td = checkpoint(block, x_Td, cos_TD, sin_TD, attend, use_reentrant=False)
+            else:
+                x_Td = block(x_Td, cos_TD, sin_TD, attend)
+        return self.norm(x_Td)
+
+    def init_weights(self, seed: int) -> Decoder:
+        """Matrices normal(0, init_std), biases 0, norms 1; the same bits on every device for one seed."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2:
+                    values = torch.empty(parameter.shape).normal_(0.0, self.config.init_std, generator=generator)
+                    parameter.copy_(values)
+                elif name.endswith("bias"):
+                    parameter.zero_()
+                else:
+                    parameter.fill_(1.0)
+        return self

@@ -1,0 +1,251 @@
+"""The data that flows through Ratchet, from a task to a trained-on trajectory. Free of torch: environments, rewards and
+configuration import it. The packed tensor form of a list of groups is `ratchet.batch.Batch`.
+
+Group is the one datum: a supervised row is a group of one trajectory, a preference pair a group of two (chosen first), a
+GRPO prompt a group of n attempts. L = tokens of one trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Role = Literal["system", "user", "assistant", "tool"]
+Split = Literal["train", "test"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One piece of a multimodal message. `value` is text, or a reference (path, URL, content hash) for media."""
+
+    type: Literal["text", "image", "audio", "video"]
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    content: str | tuple[Part, ...] = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.value for part in self.content if part.type == "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt and what is needed to judge an answer to it.
+
+    `id` is unique within a run's data; statistics are keyed by it, never by equal prompts. `tag` names the domain
+    (metrics and reward routing split by it).
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: Any = None
+    environment: str = ""
+    seed: int = 0
+    tag: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one completion is drawn. `temperature=0` is greedy. Filters act after the temperature, in the order top_k, top_p,
+    min_p (each on the distribution that the temperature gives, renormalised at the end).
+
+    `top_k=0`, `top_p=1` and `min_p=0` are off. `stop_ids` end a completion and belong to it; so do `stop` strings. Equal
+    (tokens, sampling, weights) give equal completions, whatever else is being generated.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens can be cut from the distribution (then `log_kept_mass` is not all zero)."""
+        return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+class StopReason(StrEnum):
+    STOP_TOKEN = "stop_token"  # the last token is one of `stop_ids`
+    STOP_STRING = "stop_string"
+    LENGTH = "length"  # max_new_tokens reached
+    CONTEXT = "context"  # the model's context is full
+    ABORTED = "aborted"
+
+    @property
+    def finished(self) -> bool:
+        """The policy itself ended the completion."""
+        return self in (StopReason.STOP_TOKEN, StopReason.STOP_STRING)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a generator returns, per new token: id, logprob under the temperature alone (at temperature 0: under 1), log of
+    the probability mass that the filters kept, and the version of the weights that produced it."""
+
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    log_kept_mass: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    stop: StopReason
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Owner(IntEnum):
+    """Who wrote a token."""
+
+    PROMPT = 0
+    POLICY = 1
+    ENVIRONMENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One policy turn: tokens [start, end) of its trajectory. `terminated`: the environment ended the episode here."""
+
+    start: int
+    end: int
+    reward: float = 0.0
+    state_key: str = ""
+    terminated: bool = False
+
+
+# --- how an attempt ends. A failure is never a reward: only Scored, and Truncated with a reward, enter statistics.
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """Cut off by a token or turn budget. `reward=None` when nobody could judge the unfinished attempt."""
+
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Infrastructure or user code broke: `kind` is one of a few words to count by, `detail` holds the traceback."""
+
+    kind: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    reason: str = ""
+
+
+Outcome = Scored | Truncated | Failed | Cancelled
+Use = Literal["train", "baseline", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A sequence of tokens with their origin. Text is a view; nothing is ever re-tokenized.
+
+    `use`: "train" rows give gradients; a "baseline" row (ReMax's greedy answer) and a "reference" row (KTO's mismatched
+    pair) only feed statistics. `outcome=None` means there was nothing to judge (supervised data). `temperature` is the one
+    that `rollout_logprobs` were recorded under, and under which the learner computes its own.
+    """
+
+    tokens: NDArray[np.int64]  # [L]
+    owner: NDArray[np.int8]  # [L] of Owner
+    trainable: NDArray[np.bool_]  # [L]
+    rollout_logprobs: NDArray[np.float32]  # [L], 0 where the policy did not write
+    versions: NDArray[np.int32]  # [L], -1 where the policy did not write
+    attempt: int = 0
+    use: Use = "train"
+    temperature: float = 1.0
+    turns: tuple[Turn, ...] = ()
+    messages: tuple[Message, ...] = ()
+    outcome: Outcome | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    media: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        for name in ("owner", "trainable", "rollout_logprobs", "versions"):
+            column = getattr(self, name)
+            assert len(column) == length, f"{name} has {len(column)} entries for {length} tokens"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def reward(self) -> float | None:
+        return self.outcome.reward if isinstance(self.outcome, Scored | Truncated) else None
+
+    @property
+    def reward_parts(self) -> Mapping[str, float]:
+        return self.outcome.parts if isinstance(self.outcome, Scored | Truncated) else {}
+
+    @property
+    def counts(self) -> bool:
+        """Whether the trajectory may enter statistics, baselines and gradients."""
+        return self.outcome is None or self.reward is not None
+
+    @property
+    def completion_length(self) -> int:
+        return int((self.owner == Owner.POLICY).sum())
+
+    @classmethod
+    def supervised(
+        cls, tokens: Sequence[int], trainable: Sequence[bool], *, use: Use = "train", messages: tuple[Message, ...] = ()
+    ) -> Trajectory:
+        """A row of given text: every token is the prompt's, except those that train, which stand for the policy."""
+        mask = np.asarray(trainable, dtype=np.bool_)
+        return cls(
+            tokens=np.asarray(tokens, dtype=np.int64),
+            owner=np.where(mask, Owner.POLICY, Owner.PROMPT).astype(np.int8),
+            trainable=mask,
+            rollout_logprobs=np.zeros(len(mask), dtype=np.float32),
+            versions=np.full(len(mask), -1, dtype=np.int32),
+            use=use,
+            messages=messages,
+        )
+
+    def judged(self, outcome: Outcome) -> Trajectory:
+        return replace(self, outcome=outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All trajectories of one task that one draw produced. `id` is unique within a run: it names the draw, not the prompt."""
+
+    id: str
+    task: Task
+    trajectories: tuple[Trajectory, ...]
