@@ -1,0 +1,18 @@
+"""Supervised fine-tuning: maximum likelihood of the assistant's tokens, end of turn included."""
+
+from __future__ import annotations
+
+from ratchet.algorithms.base import Algorithm, Term
+from ratchet.algorithms.config import SFTConfig
+from ratchet.algorithms.losses import nll
+from ratchet.algorithms.weightings import WEIGHTINGS
+
+
+def build_sft(config: SFTConfig) -> Algorithm:
+    return Algorithm(
+        name="sft",
+        source=config.source,
+        losses={"policy": (Term("nll", nll, WEIGHTINGS[config.weighting]),)},
+        minibatches=config.minibatches,
+        epochs=config.epochs,
+    )

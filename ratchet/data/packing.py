@@ -1,0 +1,100 @@
+"""Ragged groups -> one packed `Batch`; and the plan that cuts a batch into micro-batches.
+
+T = tokens, S = sequences, G = groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ratchet.batch import Batch, Level
+from ratchet.errors import DataError
+from ratchet.types import Group, Trajectory, Truncated
+
+
+def pack(groups: Sequence[Group]) -> Batch:
+    """Lays all trajectories that count (failed and cancelled ones never do) end to end, in order.
+
+    A group none of whose trajectories counts is left out. Raises DataError for a trajectory without tokens, or whose first
+    token trains (nothing precedes it, so nothing predicts it).
+    """
+    kept = [(group, [t for t in group.trajectories if t.counts]) for group in groups]
+    kept = [(group, trajectories) for group, trajectories in kept if trajectories]
+    rows = [(g, t) for g, (_, trajectories) in enumerate(kept) for t in trajectories]
+    for g, trajectory in rows:
+        _check(trajectory, kept[g][0].id)
+    tags = tuple(dict.fromkeys(group.task.tag for group, _ in kept))
+    trajectories = [t for _, t in rows]
+    lengths = np.asarray([len(t) for t in trajectories], dtype=np.int64)
+
+    def tokens(column: Callable[[Trajectory], np.ndarray], dtype: type) -> Tensor:
+        parts = [column(t) for t in trajectories]
+        return torch.from_numpy(np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype))
+
+    def sequences(column: Callable[[int, Trajectory], float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([column(g, t) for g, t in rows], dtype=dtype)
+
+    return Batch(
+        tokens_T=tokens(lambda t: t.tokens, np.int64),
+        positions_T=tokens(lambda t: np.arange(len(t)), np.int64),
+        turn_T=tokens(_turn_index, np.int32),
+        trainable_T=tokens(lambda t: t.trainable & (t.use == "train"), np.bool_),
+        rollout_logprobs_T=tokens(lambda t: t.rollout_logprobs, np.float32),
+        versions_T=tokens(lambda t: t.versions, np.int32),
+        lengths_S=torch.from_numpy(lengths),
+        group_S=sequences(lambda g, t: g, torch.int64),
+        attempt_S=sequences(lambda g, t: t.attempt, torch.int64),
+        train_S=sequences(lambda g, t: t.use == "train", torch.bool),
+        scored_S=sequences(lambda g, t: t.reward is not None, torch.bool),
+        truncated_S=sequences(lambda g, t: isinstance(t.outcome, Truncated), torch.bool),
+        rewards_S=sequences(lambda g, t: float("nan") if t.reward is None else t.reward, torch.float64),
+        temperature_S=sequences(lambda g, t: t.temperature, torch.float64),
+        tag_S=sequences(lambda g, t: tags.index(kept[g][0].task.tag), torch.int64),
+        group_ids=tuple(group.id for group, _ in kept),
+        tags=tags,
+    )
+
+
+def _check(trajectory: Trajectory, group_id: str) -> None:
+    if len(trajectory) == 0:
+        raise DataError(f"group {group_id}: a trajectory without tokens; give every task a non-empty prompt")
+    if trajectory.trainable[0]:
+        raise DataError(
+            f"group {group_id}: the first token trains, but nothing precedes it; start the prompt with a BOS or a user turn"
+        )
+
+
+def _turn_index(trajectory: Trajectory) -> np.ndarray:
+    index = np.full(len(trajectory), -1)
+    for number, turn in enumerate(trajectory.turns):
+        index[turn.start : turn.end] = number
+    return index
+
+
+def plan_microbatches(batch: Batch, *, max_tokens: int, unit: Level = "sequence") -> list[list[int]]:
+    """Rows of each micro-batch: at most `max_tokens` tokens (or a single unit that is longer), rows of similar length
+    together, since attention works per length; `unit="group"` never splits a group. Every row appears exactly once.
+    """
+    lengths = batch.lengths_S.tolist()
+    if unit == "group":
+        units: list[list[int]] = [[] for _ in range(batch.n_groups)]
+        for row, group in enumerate(batch.group_S.tolist()):
+            units[group].append(row)
+    else:
+        units = [[row] for row in range(len(lengths))]
+    units.sort(key=lambda rows: max(lengths[row] for row in rows))
+    plan: list[list[int]] = []
+    used = 0
+    for rows in units:
+        size = sum(lengths[row] for row in rows)
+        if plan and used + size <= max_tokens:
+            plan[-1].extend(rows)
+            used += size
+        else:
+            plan.append(list(rows))
+            used = size
+    return plan

@@ -1,0 +1,127 @@
+"""One attempt at one task: generate, act, observe, until the environment ends it or a budget does. Tokens in, tokens out.
+
+L = tokens of the trajectory so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ratchet.data.renderer import Renderer
+from ratchet.experience.seeds import seed_for
+from ratchet.interfaces import Environment, Generator, Step
+from ratchet.types import (
+    Cancelled,
+    Completion,
+    Failed,
+    Message,
+    Outcome,
+    Owner,
+    Sampling,
+    StopReason,
+    Task,
+    Trajectory,
+    Truncated,
+    Turn,
+)
+
+
+@dataclass
+class TokenRecord:
+    """Token columns as they grow, piece by piece; each piece knows who wrote it."""
+
+    pieces: list[tuple[Owner, np.ndarray, Completion | None]] = field(default_factory=list)
+    length: int = 0
+
+    def add(self, owner: Owner, tokens: Sequence[int] | np.ndarray, completion: Completion | None = None) -> None:
+        array = np.asarray(tokens, dtype=np.int64)
+        self.pieces.append((owner, array, completion))
+        self.length += len(array)
+
+    def tokens(self) -> np.ndarray:
+        return np.concatenate([tokens for _, tokens, _ in self.pieces])
+
+    def trajectory(self) -> Trajectory:
+        def column(of: str, default: float, dtype: type) -> np.ndarray:
+            parts = [np.full(len(t), default, dtype) if c is None else getattr(c, of) for _, t, c in self.pieces]
+            return np.concatenate(parts).astype(dtype, copy=False)
+
+        owner = np.concatenate([np.full(len(tokens), who, np.int8) for who, tokens, _ in self.pieces])
+        return Trajectory(
+            tokens=self.tokens(),
+            owner=owner,
+            trainable=owner == Owner.POLICY,
+            rollout_logprobs=column("logprobs", 0.0, np.float32),
+            versions=column("versions", -1, np.int32),
+        )
+
+
+@dataclass(frozen=True)
+class Player:
+    """Plays attempts: what is common to all of them.
+
+    max_context: tokens that the model can hold; the last turn is cut to it.
+    """
+
+    generator: Generator
+    renderer: Renderer
+    max_context: int
+    max_turns: int = 64
+
+    async def play(self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int) -> Trajectory:
+        """The attempt's trajectory, not yet judged: `outcome` is None, or Truncated, Failed or Cancelled already."""
+        record, turns, messages = TokenRecord(), [], list(task.messages)
+        outcome: Outcome | None
+        try:
+            messages = list(await environment.reset(task))
+            record.add(Owner.PROMPT, self.renderer.prompt(messages))
+            outcome = await self._turns(environment, sampling, record, turns, messages)
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # the episode boundary: user code may raise anything, and costs only its own attempt
+            outcome = Failed("environment", traceback.format_exc())
+        if not record.length:  # it broke before there was a prompt; a trajectory has at least one token
+            record.add(Owner.PROMPT, [0])
+        return replace(
+            record.trajectory(),
+            attempt=attempt,
+            temperature=sampling.temperature,
+            turns=tuple(turns),
+            messages=tuple(messages),
+            outcome=outcome,
+        )
+
+    async def _turns(
+        self, environment: Environment, sampling: Sampling, record: TokenRecord, turns: list[Turn], messages: list[Message]
+    ) -> Outcome | None:
+        for number in range(self.max_turns):
+            room = self.max_context - record.length
+            if room <= 0:
+                if number:
+                    return Truncated()
+                detail = f"the prompt has {record.length} tokens, the context {self.max_context}: shorten it or drop the task"
+                return Failed("prompt_too_long", detail)
+            seed = seed_for(sampling.seed, number) if number else sampling.seed
+            limit = min(sampling.max_new_tokens, room)
+            completion = await self.generator.generate(record.tokens(), replace(sampling, seed=seed, max_new_tokens=limit))
+            start = record.length
+            record.add(Owner.POLICY, completion.tokens, completion)
+            message = self.renderer.parse(completion.tokens.tolist(), completion.stop)
+            messages.append(message)
+            if completion.stop is StopReason.ABORTED:
+                return Cancelled("aborted")
+            if not completion.stop.finished:
+                turns.append(Turn(start, record.length))
+                return Truncated()
+            step: Step = await environment.step(message)
+            turns.append(Turn(start, record.length, step.reward, step.state_key, terminated=step.done))
+            if step.done:
+                return None
+            messages.extend(step.messages)
+            record.add(Owner.ENVIRONMENT, self.renderer.extend(completion.tokens.tolist(), step.messages))
+        return Truncated()
