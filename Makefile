@@ -1,0 +1,74 @@
+# Everything a developer and CI run. Needs python3 >= 3.11, make and pip; nothing else. `make help` lists the targets.
+# Installs into .venv once; again only when pyproject.toml or constraints.txt has changed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+WORKERS ?= 2
+
+# Wall budgets in minutes, all of them here; together at most 70. What overruns is killed with all it started, and fails.
+TEST_MINUTES := 15
+SLOW_MINUTES := 55
+
+BUDGET := $(BIN)/python .ci/budget.py
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=5
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
+	ok or sys.stderr.write("Ratchet needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=python3.12\n" % sys.version_info[:2]); \
+	sys.exit(not ok)
+
+# What the benchmarks drive peers with; point it at another environment's python to keep peers out of .venv.
+PEERS_PYTHON ?= $(BIN)/python
+BENCH_STEPS ?= 8
+BENCH_SIZE ?= S
+
+.PHONY: help demo test test-slow lint fast-tests slow-tests bench peers clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+.venv: .venv/developer ## create the environment with everything that the checks need
+
+demo: .venv/user ## train the quickstart recipe and show what it reached
+	$(BIN)/ratchet train recipes/quickstart.yaml
+
+test: .venv/developer ## lint, types, layers, sizes and all tests but the slow ones
+	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory lint fast-tests
+
+test-slow: .venv/developer ## real engines, full recipes, kills
+	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
+
+lint: .venv/developer ## ruff, pyright, import layers, sizes
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python .ci/sizes.py ratchet
+
+fast-tests: .venv/developer
+	$(PYTEST) -m "not slow"
+
+slow-tests: .venv/developer
+	$(PYTEST) -m slow
+
+bench: .venv/developer ## time Ratchet and, where they are installed, its peers
+	@$(BIN)/python benchmarks/peers/all.py --python $(PEERS_PYTHON) --steps $(BENCH_STEPS) --size $(BENCH_SIZE)
+
+peers: .venv/user ## install the libraries that the benchmarks compare with (into .venv, same torch)
+	$(PIP_INSTALL) -e '.[peers]'
+
+clean: ## remove caches and builds; keeps .venv and runs
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find ratchet tests benchmarks .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@$(PYTHON) -c '$(CHECKED_PYTHON)'
+	$(PYTHON) -m venv .venv
+
+.venv/user: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+.venv/developer: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch .venv/user $@

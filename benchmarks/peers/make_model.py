@@ -1,0 +1,77 @@
+"""Writes a randomly initialised Qwen3-shaped model with a character tokenizer: `make_model.py DIR [--size S]`.
+
+Speed does not depend on what the weights are, so the benchmarks need no download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+# hidden, layers, heads, key/value heads, head dimension, feed-forward: 0.1 M, 0.8 M, 9.8 M and 52 M parameters
+SIZES = {
+    "T": (64, 2, 2, 2, 32, 192),
+    "S": (128, 4, 4, 2, 32, 384),
+    "M": (384, 6, 6, 3, 64, 1024),
+    "L": (768, 8, 12, 6, 64, 2048),
+}
+SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>")
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=()<>,.:?#| \n"
+VOCABULARY = 64
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}"
+    "{% if message.role == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    ids = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
+    made = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(list(SPECIAL))
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def model(size: str, seed: int) -> Qwen3ForCausalLM:
+    hidden, layers, heads, kv_heads, head_dim, feed_forward = SIZES[size]
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=feed_forward,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a random model to time")
+    parser.add_argument("directory")
+    parser.add_argument("--size", choices=SIZES, default="S")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    model(options.size, options.seed).save_pretrained(options.directory)
+    tokenizer().save_pretrained(options.directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What every test shares: a quiet, offline, single-threaded process, and one rule for what may be skipped.
+
+A *component* (a package, a program) that a test needs is required where `CI=true`: missing, it fails the test, so that a
+green run never means "not tried". Elsewhere it skips. *Data* beside the repository (`../shared/data`) are no component:
+where they are absent a test skips with the reason, in CI too. Hence no `pytest.importorskip` in any test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+# Before anything imports torch; xdist's workers and the tests' subprocesses inherit them. Two workers with one thread each
+# beat one worker with two, and never oversubscribe a small machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ratchet", derandomize=True, deadline=None, database=None)
+settings.load_profile("ratchet")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+Require = Callable[[str, str], None]
+
+
+def require(component: str, reason: str) -> None:
+    """Goes on where `component` is there; else fails in CI and skips elsewhere.
+
+    `component` is an importable module ("vllm", "ray"), a program on the PATH ("bwrap"), or a path (with a slash).
+    """
+    if _present(component):
+        return
+    message = f"'{component}' is missing: {reason}"
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        pytest.fail(f"{message} (required where CI=true)", pytrace=False)
+    pytest.skip(message)
+
+
+def _present(component: str) -> bool:
+    if "/" in component:
+        return Path(component).exists()
+    try:
+        module = importlib.util.find_spec(component)
+    except ModuleNotFoundError:  # the parent package of a dotted name
+        module = None
+    return module is not None or shutil.which(component) is not None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`@pytest.mark.needs("ray", ...)` is `require` for each name before the test (and its fixtures) start."""
+    for mark in item.iter_markers("needs"):
+        for component in mark.args:
+            require(component, mark.kwargs.get("reason", f"{item.name} tests against the real thing"))
+
+
+@pytest.fixture(name="require")
+def require_fixture() -> Require:
+    """`require(component, reason)` for a test that learns only while running what it needs."""
+    return require
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the working tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Callable[[str], Path]:
+    """`shared_data("gsm8k/test.jsonl")`: the path of a file of the optional data beside the repository; skips without it."""
+
+    def locate(name: str) -> Path:
+        path = REPOSITORY.parent / "shared" / "data" / name
+        if not path.exists():
+            pytest.skip(f"the optional data file shared/data/{name} isn't beside the repository")
+        return path
+
+    return locate
