@@ -133,8 +133,10 @@ class Environment(Protocol):
     replayable: bool
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Tasks in a fixed order given `seed`, from position `start` on, so that resuming costs one integer. "train" may
-        be endless; "test" is finite or endless, never overlaps "train", and does not depend on the training position."""
+        """Tasks in a fixed order given `seed`, from position `start` on, so that resuming costs one integer. "train" is
+        endless (data are passed over again and again); "test" may end, never overlaps "train", and is the same for every
+        seed. An instance keeps what belongs to one attempt in attributes that `reset` assigns: instances are shallow copies
+        of each other and share their data."""
         ...
 
     def demonstration(self, task: Task) -> Sequence[Message]:

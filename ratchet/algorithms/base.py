@@ -66,11 +66,12 @@ def _importable(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Pass:
-    """Before the update, `role` computes `wanted` without gradient, stored under the names `produces`."""
+    """Before the update, `role` computes the column `wanted` without gradient; it is stored under the name `produces`."""
 
     role: str
     wanted: str
     produces: str
+    level: Level = "token"
 
 
 def no_advantage(batch: Batch, state: AlgoState) -> Batch:
@@ -126,14 +127,13 @@ class Algorithm:
     def split(self, batch: Batch) -> Iterator[Batch]:
         """The mini-batches of one batch, `epochs` times over: whole groups, as even as their count allows, in order.
 
-        Raises ConfigError when there are fewer groups than mini-batches.
+        A step that lost groups to failures may have fewer groups than mini-batches: it gets as many as it has groups.
         """
-        if batch.n_groups < self.minibatches:
-            raise ConfigError(f"{batch.n_groups} groups can't be split into minibatches={self.minibatches}: lower it")
+        count = min(self.minibatches, batch.n_groups)
         if self.minibatches == 1:
             parts = [batch]
         else:
-            bounds = [batch.n_groups * i // self.minibatches for i in range(self.minibatches + 1)]
+            bounds = [batch.n_groups * i // count for i in range(count + 1)] if count else []
             group_S = batch.group_S.tolist()
             parts = [
                 batch.take([s for s, g in enumerate(group_S) if low <= g < high])

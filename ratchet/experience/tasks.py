@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
-from ratchet.errors import DataError
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment
 from ratchet.types import Task
@@ -14,17 +14,15 @@ from ratchet.types import Task
 class TaskStream:
     """Tasks of the "train" split from position 0 on.
 
-    examples: train on the first so many tasks only, reshuffled every epoch. A finite split is treated as that many examples.
+    examples: train on the first so many tasks only, reshuffled every epoch.
     """
 
     def __init__(self, environment: Environment, *, seed: int, examples: int | None = None) -> None:
         self.environment, self.seed = environment, seed
         self.position = 0
         self._upcoming: Iterator[Task] | None = None
-        self._pool: list[Task] | None = None
-        if examples is not None:
-            self._pool = [task for task, _ in zip(environment.tasks("train", seed=seed), range(examples), strict=False)]
-            self._require(self._pool)
+        self._epoch, self._shuffled = -1, list[int]()
+        self._pool = list(itertools.islice(environment.tasks("train", seed=seed), examples)) if examples else []
 
     def seek(self, position: int) -> None:
         self.position, self._upcoming = position, None
@@ -38,19 +36,15 @@ class TaskStream:
         return taken
 
     def _at(self, position: int) -> Task:
-        if self._pool is None:
-            if self._upcoming is None:
-                self._upcoming = iter(self.environment.tasks("train", seed=self.seed, start=position))
-            task = next(self._upcoming, None)
-            if task is not None:
-                return task
-            self._pool = list(self.environment.tasks("train", seed=self.seed))
-            self._require(self._pool)
-        epoch, offset = divmod(position, len(self._pool))
-        order = list(range(len(self._pool)))
-        random.Random(seed_for(self.seed, "epoch", epoch)).shuffle(order)
-        return self._pool[order[offset]]
+        if self._pool:
+            epoch, offset = divmod(position, len(self._pool))
+            return self._pool[self._order(epoch)[offset]]
+        if self._upcoming is None:
+            self._upcoming = iter(self.environment.tasks("train", seed=self.seed, start=position))
+        return next(self._upcoming)
 
-    def _require(self, pool: list[Task]) -> None:
-        if not pool:
-            raise DataError(f"{type(self.environment).__name__} has no training tasks: check its files and its filters")
+    def _order(self, epoch: int) -> list[int]:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._shuffled = random.Random(seed_for(self.seed, "epoch", epoch)).sample(range(len(self._pool)), len(self._pool))
+        return self._shuffled

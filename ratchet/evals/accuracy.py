@@ -1,0 +1,55 @@
+"""Held-out accuracy: greedy, and optionally the mean over sampled attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from ratchet.experience.manager import RolloutManager
+from ratchet.types import Failed, Group, Sampling, Task, Truncated
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Mean reward of the environment's own reward over held-out tasks; a failed attempt is left out and counted.
+
+    greedy: one attempt a task at temperature 0. sampled: mean over `samples` attempts a task, None when not asked for.
+    """
+
+    tasks: int
+    greedy: float
+    sampled: float | None
+    truncated_share: float
+    failed: int
+
+    def numbers(self) -> dict[str, float]:
+        named = {"greedy": self.greedy, "truncated_share": self.truncated_share, "failed": float(self.failed)}
+        return named | ({} if self.sampled is None else {"sampled": self.sampled})
+
+
+class Evaluator:
+    """manager: judges with the environment's own reward, so that shaping the training reward can't move the yardstick."""
+
+    def __init__(self, manager: RolloutManager, tasks: Sequence[Task], sampling: Sampling, *, samples: int = 0) -> None:
+        self.manager, self.tasks, self.sampling, self.samples = manager, tasks, sampling, samples
+
+    async def run(self) -> Accuracy:
+        jobs = [(f"eval/{task.id}", task) for task in self.tasks]
+        greedy = await self.manager.groups(jobs, replace(self.sampling, temperature=0.0), attempts=1)
+        sampled: float | None = None
+        if self.samples:
+            sampled = _mean_reward(await self.manager.groups(jobs, self.sampling, attempts=self.samples))
+        attempts = [t for group in greedy for t in group.trajectories]
+        return Accuracy(
+            tasks=len(self.tasks),
+            greedy=_mean_reward(greedy),
+            sampled=sampled,
+            truncated_share=fmean(isinstance(t.outcome, Truncated) for t in attempts),
+            failed=sum(isinstance(t.outcome, Failed) for t in attempts),
+        )
+
+
+def _mean_reward(groups: Sequence[Group]) -> float:
+    rewards = [t.reward for group in groups for t in group.trajectories if t.reward is not None]
+    return fmean(rewards) if rewards else float("nan")

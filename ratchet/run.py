@@ -1,0 +1,106 @@
+"""A run of one stage: what `ratchet.loop.train` reads, and what happens around each of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from ratchet.algorithms.base import AlgoState, Algorithm
+from ratchet.evals.accuracy import Evaluator
+from ratchet.experience.batcher import Batcher
+from ratchet.experience.measure import measure_groups
+from ratchet.interfaces import Learner, Link
+from ratchet.observe.metrics import MetricsManager
+from ratchet.types import Group
+
+Observer = Callable[[int, Mapping[str, float | None]], None]
+
+
+class StopRequest:
+    """Set by a signal handler; the loop ends after the step in progress, which is saved."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+
+@dataclass
+class Progress:
+    """What a stage has done so far, over interruptions too; checkpointed."""
+
+    seconds: float = 0.0  # training alone: evaluation and saving are not counted
+    trained_tokens: float = 0.0
+    generated_tokens: float = 0.0
+    last_eval: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """first_step, last_step: this stage's range [first, last) of the whole run's step numbers. observers: called with every
+    step's metrics. save: writes a checkpoint that says so many steps are done."""
+
+    name: str
+    algorithm: Algorithm
+    roles: Mapping[str, Learner]
+    batcher: Batcher
+    link: Link
+    first_step: int
+    last_step: int
+    state: AlgoState = field(default_factory=AlgoState)
+    metrics: MetricsManager = field(default_factory=MetricsManager)
+    observers: Sequence[Observer] = ()
+    evaluator: Evaluator | None = None
+    evaluate_every: int = 0
+    save: Callable[[int], Awaitable[None]] | None = None
+    save_every: int = 0
+    stop: StopRequest = field(default_factory=StopRequest)
+    progress: Progress = field(default_factory=Progress)
+    measured: dict[str, float] = field(default_factory=dict)
+    _step_started: float = 0.0
+
+    def steps(self) -> Iterator[int]:
+        for step in range(self.first_step, self.last_step):
+            if self.stop.reason:
+                return
+            self.measured = {}
+            self._step_started = time.monotonic()
+            yield step
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.metrics.phase(name)
+
+    def measure(self, role: str, numbers: Mapping[str, float]) -> None:
+        """Metrics of one optimizer step; a batch with several keeps the mean of them."""
+        self.metrics.add(role, numbers)
+        self.measured |= {f"{role}/{key}": value for key, value in numbers.items()}
+
+    async def after(self, step: int, groups: Sequence[Group]) -> None:
+        self.batcher.ack(groups, step)
+        seconds = time.monotonic() - self._step_started
+        numbers = measure_groups(groups)
+        self.progress.seconds += seconds
+        self.progress.trained_tokens += numbers["trained_tokens"]
+        self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
+        self.metrics.add("rollout", numbers)
+        self.metrics.add("time", {"step_s": seconds, "tokens_per_s": numbers["tokens"] / seconds})
+        done = step + 1
+        if self._due(done, self.evaluate_every):
+            await self.evaluate()
+        flushed = self.metrics.flush(done)
+        for observe in self.observers:
+            observe(done, flushed)
+        if self.save is not None and (self._due(done, self.save_every) or self.stop.reason or done == self.last_step):
+            await self.save(done)
+
+    async def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy of the weights as they are now; {} for a run without an evaluator."""
+        if self.evaluator is None:
+            return {}
+        numbers = (await self.evaluator.run()).numbers()
+        self.metrics.add("eval", numbers)
+        self.progress.last_eval = numbers
+        return numbers
+
+    def _due(self, done: int, every: int) -> bool:
+        return every > 0 and done % every == 0

@@ -1,0 +1,117 @@
+"""What every implementation of a protocol must satisfy, as functions that raise AssertionError with the broken promise.
+
+They take ready instances, so that an outsider's backend is checked as ours are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ratchet.batch import Batch
+from ratchet.errors import DataError
+from ratchet.interfaces import Generator, Learner, LossTerm, Source
+from ratchet.types import Group, Sampling, StopReason
+
+
+async def check_learner(
+    make: Callable[[], Learner], batch: Batch, terms: Sequence[LossTerm], directory: Path, *, rtol: float = 1e-4
+) -> None:
+    """`batch` is weighed for `terms`. Scores are aligned and deterministic, an update changes the weights, a batch whose
+    weights are all 0 changes nothing, and save + load continues bit-equally."""
+    learner = make()
+    scored = (await learner.score(batch, ["logprobs"]))["logprobs"]
+    assert scored.shape == (batch.n_tokens,), f"logprobs have shape {tuple(scored.shape)} for {batch.n_tokens} tokens"
+    assert not scored[~batch.trainable_T].any(), "logprobs must be 0 where a token does not train"
+    assert (scored[batch.trainable_T] <= 0).all(), "a logprob is above 0"
+    again = (await learner.score(batch, ["logprobs"]))["logprobs"]
+    assert torch.equal(scored, again), "scoring the same batch twice differs"
+    halves = [batch.take(rows) for rows in (range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2))]
+    for rows, half in zip((range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2)), halves, strict=True):
+        alone = (await learner.score(half, ["logprobs"]))["logprobs"]
+        kept = torch.cat([scored[batch.sequence_T == row] for row in rows])
+        assert torch.allclose(alone, kept, rtol=rtol, atol=1e-5), "a sequence's logprobs depend on its neighbours"
+
+    before = _weights(learner)
+    empty = replace(batch, weights={k: w._replace(values=torch.zeros_like(w.values)) for k, w in batch.weights.items()})
+    await learner.update(empty, terms)
+    assert _same(before, _weights(learner)), "an update whose weights are all 0 changed the model"
+    await learner.update(batch, terms)
+    assert not _same(before, _weights(learner)), "an update changed nothing"
+
+    learner.save(directory)
+    restored = make()
+    restored.load(directory)
+    assert _same(_weights(learner), _weights(restored)), "load(save()) gives other weights"
+    await learner.update(batch, terms)
+    await restored.update(batch, terms)
+    assert _same(_weights(learner), _weights(restored)), "the step after load(save()) differs: state is missing"
+
+
+def _weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {shard.name: shard.tensor.clone() for shard in learner.weights()}
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]) -> None:
+    """Columns are aligned, seeds decide, limits and stop ids hold, versions follow commits, an empty prompt is refused."""
+    sampling = Sampling(max_new_tokens=6, seed=1)
+    for prompt in prompts:
+        first = await generator.generate(prompt, sampling)
+        lengths = {len(c) for c in (first.tokens, first.logprobs, first.log_kept_mass, first.versions)}
+        assert len(lengths) == 1, "the completion's columns differ in length"
+        assert len(first.tokens) <= 6, "max_new_tokens was passed"
+        assert (first.versions == generator.version).all(), "tokens don't carry the version in force"
+        second = await generator.generate(prompt, sampling)
+        assert np.array_equal(first.tokens, second.tokens), "equal requests gave different tokens"
+        assert np.allclose(first.logprobs, second.logprobs, atol=1e-6), "equal requests gave different logprobs"
+    stop = int(first.tokens[0])
+    stopped = await generator.generate(prompts[-1], replace(sampling, stop_ids=(stop,)))
+    assert stopped.stop is StopReason.STOP_TOKEN, "a stop id did not end the completion"
+    assert stopped.tokens.tolist() == [stop], "a stop id must be the last token, and belong to it"
+    version = generator.version + 1
+    await generator.prepare({})
+    await generator.receive(iter(()))
+    await generator.commit(version)
+    assert generator.version == version, "commit did not set the version"
+    after = await generator.generate(prompts[0], sampling)
+    assert (after.versions == version).all(), "tokens after a commit carry the old version"
+    try:
+        await generator.generate([], sampling)
+    except DataError:
+        return
+    raise AssertionError("an empty prompt must raise DataError")
+
+
+async def check_source(source: Source) -> None:
+    """Ids never repeat, acknowledged groups are gone, what was drawn and not acknowledged comes again after a restore."""
+    first = await source.draw(3, 0)
+    assert len(first) == 3, "draw(3) must give three groups"
+    source.ack([group.id for group in first], 0)
+    state = json.loads(json.dumps(await source.snapshot()))
+    second = await source.draw(3, 1)
+    ids = [group.id for group in (*first, *second)]
+    assert len(set(ids)) == len(ids), "two draws share an id"
+    unfinished = json.loads(json.dumps(await source.snapshot()))
+    await source.restore(state)
+    again = await source.draw(3, 1)
+    assert [g.id for g in again] == [g.id for g in second], "restore lost its place"
+    assert _same_tokens(again, second), "a restored draw gives other tokens"
+    await source.restore(unfinished)
+    pending = await source.draw(3, 1)
+    assert {g.id for g in pending} == {g.id for g in second}, "groups drawn but not acknowledged were lost"
+
+
+def _same_tokens(a: Sequence[Group], b: Sequence[Group]) -> bool:
+    def tokens(groups: Sequence[Group]) -> list[list[int]]:
+        return [t.tokens.tolist() for g in groups for t in g.trajectories]
+
+    return tokens(a) == tokens(b)

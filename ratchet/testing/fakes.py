@@ -1,0 +1,176 @@
+"""Stand-ins that behave like the real thing as far as a protocol promises, and are scripted by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ratchet.batch import Batch
+from ratchet.errors import DataError
+from ratchet.interfaces import LossTerm, Outputs, Shard, Step
+from ratchet.types import Completion, Group, Message, Outcome, Sampling, Scored, Split, StopReason, Task, Trajectory
+
+
+class FakeGenerator:
+    """`script(prompt tokens, sampling) -> completion tokens`; they stop by the last one being in `stop_ids`, or by length."""
+
+    def __init__(self, script: Callable[[Sequence[int], Sampling], Sequence[int]]) -> None:
+        self.script = script
+        self.requests: list[tuple[list[int], Sampling]] = []
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
+        if not len(tokens):
+            raise DataError("an empty prompt: nothing precedes the first token")
+        self.requests.append((list(tokens), sampling))
+        new = list(self.script(tokens, sampling))[: sampling.max_new_tokens]
+        stopped = bool(new) and new[-1] in sampling.stop_ids
+        return Completion(
+            tokens=np.asarray(new, dtype=np.int64),
+            logprobs=np.full(len(new), -1.0, dtype=np.float32),
+            log_kept_mass=np.zeros(len(new), dtype=np.float32),
+            versions=np.full(len(new), self._version, dtype=np.int32),
+            stop=StopReason.STOP_TOKEN if stopped else StopReason.LENGTH,
+        )
+
+    def abort(self) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def prepare(self, manifest: Mapping[str, Any]) -> None: ...
+
+    async def receive(self, shards: Iterator[Shard]) -> None:
+        for _ in shards:
+            pass
+
+    async def commit(self, version: int) -> None:
+        self._version = version
+
+    async def rollback(self) -> None: ...
+
+
+class FakeLearner:
+    """A softmax over one logit per token id, shared by all positions: gradients can be worked by hand. float64."""
+
+    def __init__(self, vocab_size: int, *, lr: float = 1.0) -> None:
+        self.logits = torch.zeros(vocab_size, dtype=torch.float64, requires_grad=True)
+        self.lr = lr
+        self.updates = 0
+
+    def _outputs(self, batch: Batch) -> Outputs:
+        everywhere = self.logits.log_softmax(-1)[batch.tokens_T]
+        logprobs_T = torch.where(batch.trainable_T, everywhere, 0.0)
+        old_T = batch.need("old_logprobs") if batch.has("old_logprobs") else logprobs_T.detach()
+        return Outputs(batch.sequence_sum, logprobs=logprobs_T, old_logprobs=old_T)
+
+    async def score(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
+        with torch.no_grad():
+            return {name: self._outputs(batch).need(name) for name in wanted}
+
+    async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
+        loss = sum((term(self._outputs(mini), mini)[0] for term in terms), torch.zeros((), dtype=torch.float64))
+        (gradient,) = torch.autograd.grad(loss, self.logits)
+        with torch.no_grad():
+            self.logits -= self.lr * gradient
+        self.updates += 1
+        return {"loss": float(loss)}
+
+    def weights(self) -> Iterator[Shard]:
+        yield Shard("logits", tuple(self.logits.shape), (0,), self.logits.detach())
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        np.save(directory / "logits.npy", self.logits.detach().numpy(), allow_pickle=False)
+
+    def load(self, directory: Path) -> None:
+        with torch.no_grad():
+            self.logits.copy_(torch.from_numpy(np.load(directory / "logits.npy", allow_pickle=False)))
+
+
+class FakeEnvironment:
+    """Echo: task i asks for a digit and is solved by saying it. `script(task, message) -> Step` replaces its answer."""
+
+    replayable = True
+
+    def __init__(self, script: Callable[[Task, Message], Step] | None = None) -> None:
+        self.script = script
+        self.task: Task | None = None
+
+    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
+        offset, count = (0, 5) if split == "train" else (5, 5)
+        index = start
+        while split == "train" or index < count:
+            digit = str(offset + (index + (seed if split == "train" else 0)) % count)
+            yield Task(f"echo/{split}/{index}", (Message("user", digit),), answer=digit, environment="echo", tag="echo")
+            index += 1
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        return (Message("assistant", task.answer),)
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self.task = task
+        return task.messages
+
+    async def step(self, message: Message) -> Step:
+        assert self.task is not None
+        return Step(done=True) if self.script is None else self.script(self.task, message)
+
+    async def close(self) -> None:
+        self.task = None
+
+
+class FakeReward:
+    """`script(trajectory, task) -> float`."""
+
+    def __init__(self, script: Callable[[Trajectory, Task], float]) -> None:
+        self.script = script
+
+    async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
+        return [Scored(self.script(trajectory, task)) for trajectory in trajectories]
+
+
+class FakeSource:
+    """Yields the given groups in order, over and over, under ids that never repeat."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = list(groups)
+        self.position = 0
+        self.pending: list[str] = []
+
+    async def draw(self, n: int, version: int) -> list[Group]:
+        drawn = []
+        for _ in range(n):
+            group = self.groups[self.position % len(self.groups)]
+            drawn.append(Group(f"fake/{self.position}", group.task, group.trajectories))
+            self.position += 1
+        self.pending += [group.id for group in drawn]
+        return drawn
+
+    def ack(self, ids: Sequence[str], step: int) -> None:
+        for name in ids:
+            self.pending.remove(name)
+
+    def nack(self, ids: Sequence[str], reason: str) -> None:
+        self.ack(ids, -1)
+
+    async def snapshot(self) -> Mapping[str, Any]:
+        return {"position": self.position - len(self.pending)}
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        self.position, self.pending = state["position"], []
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.pushed: list[int] = []
+
+    async def push(self, version: int) -> None:
+        self.pushed.append(version)
