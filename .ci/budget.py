@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 OVERRUN = 124
-GRACE_S = 5.0  # between SIGINT, SIGTERM and SIGKILL
 PR_SET_CHILD_SUBREAPER = 36
+KILL_S = 10.0  # how long the kernel may take to end a killed process
 
 
 class Stopped(Exception):
@@ -35,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--name", required=True, help="what the message calls the command")
+    parser.add_argument("--grace-s", type=float, default=5.0, help="between SIGINT, SIGTERM and SIGKILL")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -45,7 +46,7 @@ def main() -> int:
         signal.signal(number, _stop)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     status = _wait(child, options.minutes, options.name)
-    left = _clean_up(child)
+    left = _clean_up(child, options.grace_s)
     if left and status == 0:
         print(f"{options.name}: killed what it left running: {', '.join(left)}", file=sys.stderr)
     return status
@@ -71,13 +72,13 @@ def _become_reaper() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _clean_up(child: subprocess.Popen[bytes]) -> list[str]:
+def _clean_up(child: subprocess.Popen[bytes], grace_s: float) -> list[str]:
     """Ends every descendant, less politely each time. Returns the commands that were still running."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # nothing may interrupt this
     names = [_command_line(pid) for pid in _running(child)]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):  # on SIGINT pytest still says where it was
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + (KILL_S if number == signal.SIGKILL else grace_s)
         _signal_all(child, number)
         while _running(child) and time.monotonic() < deadline:
             time.sleep(0.05)

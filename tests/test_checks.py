@@ -1,0 +1,110 @@
+"""The checks themselves: a limit that is broken fails, and nothing survives a budget."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CI = Path(__file__).resolve().parent.parent / ".ci"
+
+
+def sizes(directory: Path, source: str) -> tuple[int, str]:
+    directory.joinpath("module.py").write_text(source, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(CI / "sizes.py"), str(directory)], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def function(lines: int) -> str:
+    return "def f():\n" + "    pass\n" * (lines - 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "word"),
+    [
+        ("x = 1\n" * 400, 0, "0 warnings"),
+        ("x = 1\n" * 401, 0, "warning: "),
+        ("x = 1\n" * 500, 0, "warning: "),
+        ("x = 1\n" * 501, 1, "error: "),
+        (function(60), 0, "0 warnings"),
+        (function(61), 0, "warning: "),
+        (function(80), 0, "warning: "),
+        (function(81), 1, "error: "),
+        ("async " + function(81), 1, "error: "),
+        ("@a\n" + function(80), 1, "error: "),
+    ],
+)
+def test_sizes(tmp_path: Path, source: str, status: int, word: str) -> None:
+    code, output = sizes(tmp_path, source)
+    assert (code, word in output) == (status, True), output
+
+
+def test_nesting_warns_above_four(tmp_path: Path) -> None:
+    def nested(depth: int) -> str:
+        ifs = "".join("    " * (i + 1) + "if x:\n" for i in range(depth))
+        return f"def f(x):\n{ifs}" + "    " * (depth + 1) + "pass\n"
+
+    assert "0 warnings" in sizes(tmp_path, nested(4))[1]
+    assert "nested 5 deep" in sizes(tmp_path, nested(5))[1]
+
+
+def test_elif_and_inner_functions_do_not_nest(tmp_path: Path) -> None:
+    chain = "def f(x):\n    if x == 0:\n        pass\n" + "".join(f"    elif x == {i}:\n        pass\n" for i in range(1, 9))
+    inner = "def f(x):\n    if x:\n        if x:\n            if x:\n                def g():\n                    if x:\n"
+    inner += "                        if x:\n                            pass\n"
+    assert "0 warnings" in sizes(tmp_path, chain)[1]
+    assert "0 warnings" in sizes(tmp_path, inner)[1]
+
+
+def test_nothing_to_check_is_an_error(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(CI / "sizes.py"), str(tmp_path)], capture_output=True, check=False)
+    assert done.returncode == 2
+
+
+def budget(minutes: float, *command: str) -> subprocess.CompletedProcess[str]:
+    options = ["--minutes", str(minutes), "--name", "the check", "--grace-s", "0.2"]
+    wrapper = [sys.executable, str(CI / "budget.py"), *options, "--", *command]
+    return subprocess.run(wrapper, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("status", [0, 1, 5])
+def test_budget_passes_the_status_on(status: int) -> None:
+    done = budget(1, "sh", "-c", f"echo out; exit {status}")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "out\n", "")
+
+
+def test_budget_reports_death_by_signal() -> None:
+    assert budget(1, "sh", "-c", "kill -KILL $$").returncode == 128 + 9
+
+
+def test_budget_gives_no_stdin() -> None:
+    assert budget(1, "cat").returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt its orphans")
+def test_what_outlives_the_command_is_killed_and_named() -> None:
+    # In a session of its own, and deaf to SIGTERM and SIGINT: what a process group's end would miss.
+    daemon = "trap '' TERM INT; sleep 999"
+    done = budget(1, "sh", "-c", f'setsid sh -c "{daemon}" >/dev/null 2>&1 & echo $!')
+    assert done.returncode == 0
+    assert "killed what it left running" in done.stderr
+    assert not alive(int(done.stdout))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt its orphans")
+def test_overrun_fails_and_nothing_survives() -> None:
+    done = budget(2 / 60, "sh", "-c", "setsid sleep 999 & echo $!; sleep 999 & echo $!; wait")
+    assert done.returncode == 124
+    assert "the check: over its budget of" in done.stderr
+    assert [alive(int(pid)) for pid in done.stdout.split()] == [False, False]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,300 @@
+"""What a user meets before any training: light imports, a command line that answers at once, recipes and documents that are
+true; and the house rules of the library's source that no linter knows.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ratchet
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MODULES = sorted(item.name for item in pkgutil.walk_packages(ratchet.__path__, "ratchet."))
+SOURCES = sorted((ROOT / "ratchet").rglob("*.py"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+HEAVY = ("torch", "transformers")
+LIGHT_PACKAGES = ("ratchet.config", "ratchet.environments", "ratchet.rewards")
+LIGHT_MODULES = ("ratchet.types", "ratchet.errors", "ratchet.interfaces")
+
+
+def loaded_after(code: str) -> set[str]:
+    """The heavy modules that a fresh interpreter holds after running `code`."""
+    report = f"import sys, json; print('\\n' + json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.rpartition("\n[")[1].strip() + done.stdout.rpartition("\n[")[2]))
+
+
+# --- imports
+
+
+def test_the_probe_sees_a_heavy_import() -> None:
+    assert loaded_after("import torch") == {"torch"}
+
+
+def test_import_ratchet_is_light() -> None:
+    assert loaded_after("import ratchet") == set()
+
+
+def test_help_is_light() -> None:
+    code = """
+import sys
+from ratchet.cli import main
+sys.argv = ["ratchet", "--help"]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+"""
+    assert loaded_after(code) == set()
+
+
+def test_configuration_environments_and_rewards_are_light() -> None:
+    light = [m for m in MODULES if m in LIGHT_MODULES or any(m == p or m.startswith(f"{p}.") for p in LIGHT_PACKAGES)]
+    assert {*LIGHT_MODULES, *LIGHT_PACKAGES} <= set(light)
+    assert loaded_after("\n".join(f"import {module}" for module in light)) == set()
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.endswith("__main__")])
+def test_module_imports(module: str, require: Callable[[str, str], None]) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in optional_packages():
+            raise  # no extra of pyproject.toml brings it
+        require(package, f"{module} imports it")
+
+
+def optional_packages() -> set[str]:
+    """Import names that the extras bring, as far as they equal the distribution's name."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    requirements = [line for name, lines in extras.items() if name != "dev" for line in lines]
+    return {re.split(r"[\[<>=~! ]", line)[0].replace("-", "_").lower() for line in requirements}
+
+
+# --- the library's source
+
+
+def dotted(node: ast.expr) -> str:
+    """`os.environ` of the expression os.environ; "" for anything but names and attributes."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+FORBIDDEN_CALLS = {"print", "eval", "exec", "breakpoint", "torch.load", "torch.save"}
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+
+
+def violations(source: str, *, may_read_environment: bool) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and dotted(node.func) in FORBIDDEN_CALLS:
+            yield f"line {node.lineno}: {dotted(node.func)}("
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and not _is_false(node.value):
+            yield f"line {node.value.lineno}: allow_pickle"
+        if isinstance(node, ast.keyword) and node.arg == "shell" and not _is_false(node.value):
+            yield f"line {node.value.lineno}: shell"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            modules = names if isinstance(node, ast.Import) else [node.module or ""]
+            for name in FORBIDDEN_IMPORTS & {module.partition(".")[0] for module in modules}:
+                yield f"line {node.lineno}: import {name}"
+            reads = isinstance(node, ast.ImportFrom) and {f"{node.module}.{name}" for name in names} & ENVIRONMENT
+            if reads and not may_read_environment:
+                yield f"line {node.lineno}: from os import {', '.join(names)}"
+        if isinstance(node, ast.Attribute) and dotted(node) in ENVIRONMENT and not may_read_environment:
+            yield f"line {node.lineno}: {dotted(node)}"
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print('x')",
+        "eval('1')",
+        "exec('1')",
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "subprocess.run('x', shell=True)",
+        "import os\nos.environ['A']",
+        "import os\nos.getenv('A')",
+        "from os import environ",
+    ],
+)
+def test_the_source_rules_catch(source: str) -> None:
+    assert list(violations(source, may_read_environment=False))
+
+
+def test_the_source_rules_allow() -> None:
+    source = "import os\nmodel.eval()\nfingerprint('x')\nos.path.join('a')\nnp.load('x', allow_pickle=False)\nre.compile('x')"
+    assert list(violations(source, may_read_environment=False)) == []
+    assert list(violations("import os\nos.environ['A']", may_read_environment=True)) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_source_keeps_the_house_rules(path: Path) -> None:
+    inside = path.relative_to(ROOT / "ratchet")
+    may_read_environment = inside.as_posix() == "cli.py" or inside.parts[0] == "executors"
+    assert list(violations(path.read_text(encoding="utf-8"), may_read_environment=may_read_environment)) == []
+
+
+# --- recipes and version
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_recipe_loads_and_has_a_header(path: Path) -> None:
+    from ratchet.config.loader import load_config
+
+    header = path.read_text(encoding="utf-8").splitlines()[0]
+    assert re.match(r"# \w", header), f"{path.name} must open with a comment that says what it is and what it reached"
+    load_config(path)
+
+
+def test_there_is_a_quickstart() -> None:
+    assert "quickstart.yaml" in {path.name for path in RECIPES}
+
+
+def test_version_is_pyprojects() -> None:
+    assert ratchet.__version__ == PYPROJECT["project"]["version"]
+
+
+def test_dependencies_are_constrained() -> None:
+    """Each direct dependency of the checks has its version in constraints.txt, so that a new release can't break them."""
+    constrained = {
+        line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
+    }
+    wanted = [*PYPROJECT["project"]["dependencies"], *PYPROJECT["project"]["optional-dependencies"]["dev"]]
+    assert {re.split(r"[\[<>=~! ]", line)[0].lower() for line in wanted} <= constrained
+
+
+# --- what is published
+
+
+def tracked_text() -> Iterator[tuple[str, str]]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        if path.is_file() and path != Path(__file__).resolve():
+            yield name, path.read_bytes().decode("utf-8", errors="replace")
+
+
+MACHINE = re.compile(
+    r"(?<![\w.$\-/}])/(?:work|root|opt|workspace|mnt|data|scratch)/[\w.]"
+    r"|(?<![\w.$\-/}])/(?:home|Users)/\w"
+    r"|[A-Z]:\\\\?Users"
+    r"|--(?:extra-)?index-url|--trusted-host|find-links"
+    r"|\b(?:pypi\.org|pythonhosted\.org|registry\.npmjs\.org|download\.pytorch\.org)\b"
+    r"|\b(?:artifactory|nexus|devpi)\.",
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["cd /work/main", "/home/ada/x", "'/opt/wheels'", "pip --index-url x", "https://pypi.org/simple", "(/root/.cache"]
+)
+def test_the_machine_rule_catches(text: str) -> None:
+    assert MACHINE.search(text)
+
+
+@pytest.mark.parametrize("text", ["frame/work/x", "https://x.org/data/a", "runs/home/x", "recipes/opt/a.yaml", "$HOME/data/x"])
+def test_the_machine_rule_allows(text: str) -> None:
+    assert not MACHINE.search(text)
+
+
+def test_no_machine_path_or_registry_host_is_tracked(require: Callable[[str, str], None]) -> None:
+    require("git", "lists the tracked files")
+    require(str(ROOT / ".git"), "lists the tracked files")
+    found = [
+        f"{name}:{number}: {line.strip()[:100]}"
+        for name, text in tracked_text()
+        for number, line in enumerate(text.splitlines(), 1)
+        if MACHINE.search(line)
+    ]
+    assert found == []
+
+
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *RECIPES,
+]
+MAKE_CALL = re.compile(r"^(?:[$#] *)?make(?: +[A-Z_]+=\S+)* +([a-z][\w-]*)")
+RATCHET_CALL = re.compile(r"^(?:[$#] *)?(?:\.venv/bin/)?ratchet +([a-z][\w-]*)")
+
+
+def commands(text: str) -> Iterator[str]:
+    """What a reader could paste: inline code, the lines of fenced blocks, and comment lines of recipes."""
+    inside = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif inside or line.startswith("#  "):
+            yield line.strip()
+        else:
+            yield from re.findall(r"`([^`]+)`", line)
+
+
+def called(pattern: re.Pattern[str], text: str) -> set[str]:
+    return {match[1] for command in commands(text) if (match := pattern.match(command))}
+
+
+def test_commands_are_found_in_documents() -> None:
+    text = (
+        "Use `make lint`, make haste.\n```\n$ ratchet train x.yaml\nimport ratchet\nmake CI=true test\n```\n#   ratchet check x"
+    )
+    assert called(MAKE_CALL, text) == {"lint", "test"}
+    assert called(RATCHET_CALL, text) == {"train", "check"}
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def ratchet_commands() -> set[str]:
+    import typer
+
+    from ratchet import cli
+
+    (app,) = {id(value): value for value in vars(cli).values() if isinstance(value, typer.Typer)}.values()
+    return set(typer.main.get_group(app).commands)
+
+
+def test_documents_mention_only_make_targets_that_exist() -> None:
+    known = make_targets()
+    assert {"test", "test-slow", "lint", "demo", "bench", "peers", "clean"} <= known
+    unknown = {path.name: called(MAKE_CALL, path.read_text(encoding="utf-8")) - known for path in DOCUMENTS}
+    assert {name: calls for name, calls in unknown.items() if calls} == {}
+
+
+def test_documents_mention_only_commands_that_exist() -> None:
+    known = ratchet_commands()
+    unknown = {path.name: called(RATCHET_CALL, path.read_text(encoding="utf-8")) - known for path in DOCUMENTS}
+    assert {name: calls for name, calls in unknown.items() if calls} == {}
+
+
+def test_tests_use_require_and_not_importorskip() -> None:
+    """A component that is missing must fail in CI; `importorskip` would hide it. See tests/conftest.py."""
+    others = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in (Path(__file__).name, "conftest.py")]
+    assert [path.name for path in others if "importorskip" in path.read_text(encoding="utf-8")] == []
