@@ -1,0 +1,100 @@
+"""Configuration of the built-in environments. Free of torch and of their code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from ratchet.config.base import Section
+
+
+def _distinct(operators: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(operators)) < len(operators):
+        raise ValueError(f"operators {' '.join(operators)} repeat one: each is listed once")
+    return operators
+
+
+Operators = Annotated[tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_distinct)]
+ExactOperators = Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_distinct)]
+
+
+class EnvironmentConfig(Section):
+    """`default_reward`: kind of the reward that judges this environment's answers unless the recipe names another."""
+
+    default_reward: ClassVar[str] = ""
+
+
+class ArithmeticConfig(EnvironmentConfig):
+    """One operation on two numbers: "37+48=" -> "85"."""
+
+    builds: ClassVar[str] = "ratchet.environments.arithmetic:Arithmetic"
+    default_reward: ClassVar[str] = "exact_match"
+
+    digits: int = Field(2, ge=1, le=100, description="Digits of each operand, padded with zeros.")
+    operators: ExactOperators = Field(("+",), description="Drawn with equal chances.")
+    reverse: bool = Field(
+        False, description="Write the answer least significant digit first, padded to its greatest width: 37+48= -> 580."
+    )
+
+
+class SortingConfig(EnvironmentConfig):
+    """Sort digits: "73120465=" -> "01234567"."""
+
+    builds: ClassVar[str] = "ratchet.environments.sorting:Sorting"
+    default_reward: ClassVar[str] = "exact_match"
+
+    digits: int = Field(8, ge=1, le=1000, description="How many digits to sort.")
+
+
+class CountdownConfig(EnvironmentConfig):
+    """Reach a target with given numbers: "3 5 7:22=" -> "5*3+7"."""
+
+    builds: ClassVar[str] = "ratchet.environments.countdown:Countdown"
+    default_reward: ClassVar[str] = "countdown"
+
+    numbers: int = Field(4, ge=2, le=6, description="How many numbers are given.")
+    max_number: int = Field(20, ge=2, le=10_000, description="They are drawn from 1 to this.")
+    max_target: int = Field(100, ge=2, le=1_000_000, description="The target lies between 1 and this.")
+    operators: Operators = Field(("+", "-", "*"), description="What the sample solutions use.")
+    use_all: bool = Field(True, description="Each number must be used exactly once; else at most once.")
+    template: str = Field("{numbers}:{target}=", description="The prompt; {numbers} and {target} are filled in.")
+
+    @field_validator("template")
+    @classmethod
+    def _has_both(cls, template: str) -> str:
+        for place in ("{numbers}", "{target}"):
+            if place not in template:
+                raise ValueError(f"template lacks {place}: the problem can't be solved without it")
+        return template
+
+
+class GSM8KConfig(EnvironmentConfig):
+    """Grade school maths word problems (arXiv:2110.14168) from JSON Lines with the columns `question` and `answer`.
+
+    The test split is the file `test`, or the rows of `train` that say so in `split_column`, or else one in ten of them.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.gsm8k:GSM8K"
+    default_reward: ClassVar[str] = "numeric_answer"
+
+    train: Path = Field(description="JSON Lines file.")
+    test: Path | None = Field(None, description="JSON Lines file.")
+    split_column: str | None = Field(None, min_length=1, description='Column of `train` that holds "train" or "test".')
+    suffix: str = Field('\nEnd with "#### " and the answer as a number.', description="Appended to each question.")
+    shots: int = Field(0, ge=0, le=64, description="Solved examples before the question: the first rows for training.")
+
+    @model_validator(mode="after")
+    def _one_way_to_split(self) -> GSM8KConfig:
+        if self.test is not None and self.split_column is not None:
+            raise ValueError("`test` and `split_column` both say what the test split is: remove one")
+        return self
+
+
+KINDS: dict[str, type[EnvironmentConfig]] = {
+    "arithmetic": ArithmeticConfig,
+    "sorting": SortingConfig,
+    "countdown": CountdownConfig,
+    "gsm8k": GSM8KConfig,
+}

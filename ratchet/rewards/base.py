@@ -1,0 +1,115 @@
+"""The base of rewards that judge each trajectory by itself, and the adapter that makes one of a plain function."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from ratchet.errors import ConfigError, DataError
+from ratchet.interfaces import Reward
+from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
+
+Verdict = float | Mapping[str, float]  # named parts sum to the reward
+RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
+
+
+class PerTrajectory(ABC):
+    """Scores the trajectories of a group one by one; one that can't be judged fails alone.
+
+    `name` is what a verdict of a single number is logged under, `label` what messages call the reward.
+    """
+
+    name: str
+
+    @property
+    def label(self) -> str:
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
+    @abstractmethod
+    def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
+        """The reward, or its named parts. `trajectory.messages` is the whole conversation, the judged message last;
+        `trajectory.outcome` is None, or Truncated when a budget cut it off."""
+
+    async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
+        """Scored, or Truncated with a reward where the trajectory was cut off; Failed("reward") where judging raised or
+        gave no finite number; what had already failed or was cancelled stays as it is."""
+        return await asyncio.gather(*(self._outcome(trajectory, task) for trajectory in trajectories))
+
+    async def _outcome(self, trajectory: Trajectory, task: Task) -> Outcome:
+        if isinstance(trajectory.outcome, Failed | Cancelled):
+            return trajectory.outcome
+        try:
+            verdict = self.judge(trajectory, task)
+            if inspect.isawaitable(verdict):
+                verdict = await verdict
+            parts = self._parts(verdict)
+        except Exception:  # the episode boundary: a reward is anyone's code, and its bug must cost one attempt, not the run
+            return Failed("reward", f"reward {self.label}, task '{task.id}':\n{traceback.format_exc()}")
+        kind = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
+        return kind(sum(parts.values()), parts)
+
+    def _parts(self, verdict: Any) -> dict[str, float]:
+        named = verdict if isinstance(verdict, Mapping) else {self.name: verdict}
+        numbers = all(isinstance(value, Real) and math.isfinite(value) for value in named.values())
+        if not named or not numbers or not math.isfinite(sum(named.values())):
+            raise DataError(
+                f"reward {self.label} returned {repr(verdict)[:200]}: it must return a finite float, "
+                "or a dict of named parts that are finite floats"
+            )
+        return {str(name): float(value) for name, value in named.items()}
+
+
+class FunctionReward(PerTrajectory):
+    """Adapts `(trajectory, task) -> float | dict of named parts`, plain or async, to the Reward protocol."""
+
+    def __init__(self, function: RewardFunction, name: str = "") -> None:
+        plain: Any = function
+        while isinstance(plain, functools.partial):
+            plain = plain.func
+        named = plain if hasattr(plain, "__qualname__") else type(plain)  # an object with __call__ has its class's name
+        self.function = function
+        self.name = name or named.__name__
+        self._label = f"{named.__module__}:{named.__qualname__}"
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
+        return self.function(trajectory, task)
+
+
+class AnswerReward(PerTrajectory):
+    """Judges the text of the final answer; a trajectory that was cut off before it finished earns 0."""
+
+    def judge(self, trajectory: Trajectory, task: Task) -> float:
+        text = answer_text(trajectory)
+        return 0.0 if isinstance(trajectory.outcome, Truncated) else self.grade(text, task)
+
+    @abstractmethod
+    def grade(self, text: str, task: Task) -> float:
+        """Wrong and malformed text is 0, never an exception: an exception says that the task itself is broken."""
+
+
+def answer_text(trajectory: Trajectory) -> str:
+    """Text of the last assistant message. Raises DataError where there is none."""
+    for message in reversed(trajectory.messages):
+        if message.role == "assistant":
+            return message.text
+    raise DataError("the trajectory has no assistant message to judge")
+
+
+def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:
+    """`reward` itself where it already follows the protocol; a function adapted. Raises ConfigError for anything else."""
+    if isinstance(reward, Reward):
+        return reward
+    if not callable(reward):
+        raise ConfigError(f"{reward!r} is no reward: give a function (trajectory, task) -> float, or an object with `score`")
+    return FunctionReward(reward, name)

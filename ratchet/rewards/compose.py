@@ -1,0 +1,44 @@
+"""Several rewards as one: their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from ratchet.errors import ConfigError
+from ratchet.interfaces import Reward
+from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
+
+
+class WeightedSum:
+    """`sum(weights[name] * reward[name])`. The parts logged are the unweighted rewards by name, and their own named parts
+    as "name/part". An attempt that one of them fails is failed: a sum that lacks a summand would be another reward.
+    """
+
+    def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
+        """Raises ConfigError where the two do not name the same rewards."""
+        if not rewards or set(rewards) != set(weights):
+            raise ConfigError(f"rewards {sorted(rewards)} and weights {sorted(weights)} must name the same, at least one")
+        self.rewards, self.weights = dict(rewards), dict(weights)
+
+    async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
+        columns = await asyncio.gather(*(reward.score(trajectories, task) for reward in self.rewards.values()))
+        return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]
+
+    def _sum(self, outcomes: Mapping[str, Outcome]) -> Outcome:
+        total: float | None = 0.0
+        parts: dict[str, float] = {}
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Failed):
+                return Failed(outcome.kind, f"reward '{name}': {outcome.detail}")
+            if isinstance(outcome, Cancelled):
+                return outcome
+            if outcome.reward is None:  # nobody could judge a part of this unfinished attempt, so nobody can the whole
+                total = None
+                continue
+            total = None if total is None else total + self.weights[name] * outcome.reward
+            parts[name] = outcome.reward
+            parts |= {f"{name}/{part}": value for part, value in outcome.parts.items() if part != name}
+        if total is None or any(isinstance(outcome, Truncated) for outcome in outcomes.values()):
+            return Truncated(total, parts)
+        return Scored(total, parts)

@@ -1,0 +1,20 @@
+"""The answer's text is the task's answer, character by character."""
+
+from __future__ import annotations
+
+from ratchet.errors import DataError
+from ratchet.rewards.base import AnswerReward
+from ratchet.rewards.config import ExactMatchConfig
+from ratchet.types import Task
+
+
+class ExactMatch(AnswerReward):
+    name = "exact_match"
+
+    def __init__(self, config: ExactMatchConfig) -> None:
+        self.config = config
+
+    def grade(self, text: str, task: Task) -> float:
+        if task.answer is None:
+            raise DataError(f"task '{task.id}' has no answer to compare with")
+        return float(text.strip() == str(task.answer).strip())

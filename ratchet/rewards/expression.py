@@ -1,0 +1,75 @@
+"""Exact value of an arithmetic expression written by a model: whole numbers, + - * / and parentheses, nothing else.
+
+A parser of its own, since the text is hostile: no eval, and bounds on length and depth before anything is computed. Unary
+signs and powers are refused: in a puzzle that hands out numbers they would make new ones.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from fractions import Fraction
+
+MAX_CHARS = 400
+MAX_DEPTH = 40
+
+TOKEN = re.compile(r"[0-9]+|[-+*/()]")
+SPELLINGS = str.maketrans("×·÷−", "**/-")
+SUMS = {"+": operator.add, "-": operator.sub}
+PRODUCTS = {"*": operator.mul, "/": operator.truediv}
+
+
+class NotAnExpression(ValueError):
+    """The text does not parse, divides by zero, or passes a bound."""
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """(value, the numbers used, in writing order). Raises NotAnExpression."""
+    if len(text) > MAX_CHARS:
+        raise NotAnExpression(f"longer than {MAX_CHARS} characters")
+    text = text.translate(SPELLINGS)
+    if stray := TOKEN.sub("", text).strip():
+        raise NotAnExpression(f"holds {stray!r}")
+    parser = _Parser(TOKEN.findall(text))
+    value = parser.sum()
+    if parser.tokens:
+        raise NotAnExpression(f"ends before {parser.tokens[-1]!r}")
+    return value, parser.numbers
+
+
+class _Parser:
+    """Recursive descent; `tokens` is a stack with the next token on top."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens[::-1]
+        self.numbers: list[int] = []
+        self.depth = 0
+
+    def sum(self) -> Fraction:
+        value = self.product()
+        while self.tokens and self.tokens[-1] in SUMS:
+            value = SUMS[self.tokens.pop()](value, self.product())
+        return value
+
+    def product(self) -> Fraction:
+        value = self.atom()
+        while self.tokens and self.tokens[-1] in PRODUCTS:
+            sign, right = self.tokens.pop(), self.atom()
+            if sign == "/" and right == 0:
+                raise NotAnExpression("divides by zero")
+            value = PRODUCTS[sign](value, right)
+        return value
+
+    def atom(self) -> Fraction:
+        token = self.tokens.pop() if self.tokens else "the end"
+        if token.isdigit():
+            self.numbers.append(int(token))
+            return Fraction(token)
+        if token != "(" or self.depth == MAX_DEPTH:
+            raise NotAnExpression(f"a number was expected, not {token!r}, or parentheses nest deeper than {MAX_DEPTH}")
+        self.depth += 1
+        value = self.sum()
+        if not self.tokens or self.tokens.pop() != ")":
+            raise NotAnExpression("a parenthesis is not closed")
+        self.depth -= 1
+        return value

@@ -1,0 +1,132 @@
+"""The answer's final number equals the task's, as exact rationals.
+
+Text of a model is hostile input: it is matched by patterns that run in linear time and never evaluated, and a number of
+more than MAX_DIGITS digits, or such an exponent, is unreadable instead of computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from fractions import Fraction
+
+from ratchet.errors import DataError
+from ratchet.rewards.base import AnswerReward
+from ratchet.rewards.config import NumericAnswerConfig
+from ratchet.types import Task
+
+MAX_DIGITS = 400
+
+# (?>...) never gives back what it matched: without it, 100 kB of digits could cost quadratic time.
+WHOLE = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+DECIMAL = rf"(?>{WHOLE}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
+NUMBER = re.compile(
+    # a sign after a word, digit or bracket is an operator; digits inside a word (H2O) are no number
+    rf"""(?: (?<![\w)\]}}]) (?P<sign> \$?[-+]\$? ) | (?<!\w) )
+    (?: (?: (?P<mixed>{WHOLE})[ ] )? (?P<above>{DECIMAL}) / (?P<below>{DECIMAL})
+      | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )""",
+    re.VERBOSE,
+)
+POWER_OR_ROOT = re.compile(r"(?:\^|sqrt|√)[{( ]*$")
+PI_OR_ROOT = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))")
+
+FRACTION = r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"
+LATEX = (
+    (re.compile(rf"(?<=[0-9]){FRACTION}"), r" \1/\2"),  # a mixed number
+    (re.compile(FRACTION), r"\1/\2"),
+    (re.compile(r"\{,\}"), ","),  # thousands: 1{,}000  1,\!000  1\,000
+    (re.compile(r"\\(?:[!,]|(?=[$%]))"), ""),
+    (re.compile("−"), "-"),
+)
+HASHES = re.compile(rf"####[ \t]*(?=[$+-]*{DECIMAL})([^\n]*)")  # a heading (#### Step 2) is no marker
+BOXED = "\\boxed{"
+
+
+class NumericAnswer(AnswerReward):
+    name = "numeric_answer"
+
+    def __init__(self, config: NumericAnswerConfig) -> None:
+        self.config = config
+
+    def grade(self, text: str, task: Task) -> float:
+        """Raises DataError where the task's own answer is no number."""
+        gold = read_number(str(task.answer))
+        if gold is None:
+            raise DataError(f"task '{task.id}': its answer '{str(task.answer)[:100]}' is not a number")
+        return float(final_number(text, require_marker=self.config.require_marker) == gold)
+
+
+def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
+    """The number that `text` ends on: what stands after the last "####" or in the last \\boxed{}, whichever comes later;
+    without either, the last number anywhere, or None with `require_marker`.
+
+    A marked answer must hold exactly one number, else it is unreadable: "#### 4 or 5" does not get to be both.
+    """
+    text = _plain(text)
+    hashes = _last(HASHES, text)
+    boxed = text.rfind(BOXED)
+    if hashes is not None and hashes.start() > boxed:
+        return _only(hashes.group(1))
+    if boxed >= 0:
+        return _only(_braced(text[boxed + len(BOXED) :]))
+    if require_marker:
+        return None
+    number = _last(NUMBER, text)
+    return number and _value(number)
+
+
+def read_number(text: str) -> Fraction | None:
+    """The one number in `text`: signs, thousands commas, decimals, exponents, fractions (3/4, \\frac{3}{4}) and mixed
+    numbers (1 1/2); currency and units around it are ignored, per cent too (50% is 50). None where there is none or more
+    than one, where it is longer than MAX_DIGITS, and where it is part of a power, a root or a multiple of pi.
+    """
+    return _only(_plain(text))
+
+
+def _plain(text: str) -> str:
+    for pattern, replacement in LATEX:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    tail = deque(pattern.finditer(text), maxlen=1)
+    return tail[0] if tail else None
+
+
+def _only(text: str) -> Fraction | None:
+    numbers = NUMBER.finditer(text)
+    first = next(numbers, None)
+    return _value(first) if first and next(numbers, None) is None else None
+
+
+def _braced(text: str) -> str:
+    """`text` up to the brace that closes the one it follows."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", text):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[: brace.start()]
+    return ""
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    start, end = match.span()
+    context = match.string
+    if end - start > MAX_DIGITS or POWER_OR_ROOT.search(context[max(0, start - 16) : start]) or PI_OR_ROOT.match(context, end):
+        return None
+    mixed, above, below, plain, exponent = (match[g] for g in ("mixed", "above", "below", "plain", "exponent"))
+    negative = "-" in (match["sign"] or "")
+    if plain is not None:
+        if abs(int(exponent or 0)) > MAX_DIGITS:
+            return None
+        value = _fraction(plain) * Fraction(10) ** int(exponent or 0)
+    else:
+        if not _fraction(below):
+            return None
+        value = _fraction(mixed or "0") + _fraction(above) / _fraction(below)
+    return -value if negative else value
+
+
+def _fraction(decimal: str) -> Fraction:
+    return Fraction(decimal.replace(",", ""))

@@ -1,0 +1,121 @@
+"""What every Environment must do, as one call: `check_environment(Maze(config))` in a test, for built-in and own ones alike."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+from ratchet.errors import DataError
+from ratchet.interfaces import Environment, Reward, Step
+from ratchet.testing.rewards import conversation, require
+from ratchet.types import Message, Split, Task
+
+SEEDS = (0, 1)
+PLAYED = 5  # tasks of each split on which episodes are played
+
+
+def check_environment(
+    environment: Environment, *, reward: Reward | None = None, full_reward: float = 1.0, n: int = 200, max_turns: int = 100
+) -> None:
+    """Raises AssertionError with the broken rule. Looks at the first `n` tasks of each split, and plays a few of them.
+
+    With `reward`, a demonstration must earn `full_reward`. An environment must end an episode by itself within
+    `max_turns` empty answers, or at the end of its demonstration.
+    """
+    require(isinstance(environment, Environment), f"{type(environment).__name__} lacks methods of the Environment protocol")
+    require(isinstance(environment.replayable, bool), "`replayable` must be a bool")
+    train, test = (_check_order(environment, split, n) for split in ("train", "test"))
+    _check_seeds(environment, train, test)
+    _check_splits(train, test)
+    for task in train[:PLAYED] + test[:PLAYED]:
+        asyncio.run(_check_episode(environment, task, max_turns))
+        asyncio.run(_check_demonstration(environment, task, reward, full_reward))
+    asyncio.run(_check_close(environment))
+
+
+def _take(environment: Environment, split: Split, n: int, *, seed: int = SEEDS[0], start: int = 0) -> list[Task]:
+    return list(islice(environment.tasks(split, seed=seed, start=start), n))
+
+
+def _check_order(environment: Environment, split: Split, n: int) -> list[Task]:
+    tasks = _take(environment, split, n)
+    require(bool(tasks), f"the {split} split has no task")
+    for start in sorted({0, 1, len(tasks) // 2, len(tasks) - 1}):
+        again = _take(environment, split, len(tasks) - start, start=start)
+        require(again == tasks[start:], f"{split} tasks from start={start} are not the same as when read from 0")
+    for task in tasks:
+        require(bool(task.messages), f"task '{task.id}' has no messages")
+        _check_messages(task.messages, f"task '{task.id}'")
+    by_id = {task.id: task for task in tasks}
+    require(all(by_id[task.id] == task for task in tasks), f"two different {split} tasks share an id")
+    require(split == "train" or len(by_id) == len(tasks), "a test task comes twice")
+    return tasks
+
+
+def _check_seeds(environment: Environment, train: list[Task], test: list[Task]) -> None:
+    other = _take(environment, "train", len(train), seed=SEEDS[1])
+    require(len(train) == 1 or other != train, "train tasks are the same, in the same order, for two seeds")
+    require(_take(environment, "test", len(test), seed=SEEDS[1]) == test, "test tasks depend on the training seed")
+
+
+def _check_splits(train: list[Task], test: list[Task]) -> None:
+    require(not {t.id for t in train} & {t.id for t in test}, "a train and a test task share an id")
+    prompts = [task.messages for task in train]
+    leaked = next((task for task in test if task.messages in prompts), None)
+    require(leaked is None, f"the prompt of '{leaked and leaked.id}' is also in the training split")
+
+
+async def _check_episode(environment: Environment, task: Task, max_turns: int) -> None:
+    first = tuple(await environment.reset(task))
+    require(bool(first), f"reset('{task.id}') gives no message to answer")
+    _check_messages(first, f"reset('{task.id}')")
+    if environment.replayable:
+        require(tuple(await environment.reset(task)) == first, f"reset('{task.id}') twice gives different messages")
+    for _ in range(max_turns):
+        if (await _step(environment, task, Message("assistant", ""))).done:
+            return
+    require(False, f"'{task.id}' did not end within {max_turns} empty answers")
+
+
+async def _check_demonstration(environment: Environment, task: Task, reward: Reward | None, full_reward: float) -> None:
+    try:
+        demonstration = environment.demonstration(task)
+    except DataError:
+        return  # allowed: not every task comes with a solution
+    _check_messages(demonstration, f"demonstration('{task.id}')")
+    answers = [message for message in demonstration if message.role == "assistant"]
+    require(bool(answers), f"demonstration('{task.id}') has no assistant message")
+    messages = list(await environment.reset(task))
+    done = False
+    for answer in answers:
+        require(not done, f"demonstration('{task.id}') goes on after the episode's end")
+        step = await _step(environment, task, answer)
+        done = step.done
+        messages += [answer] if done else [answer, *step.messages]
+    require(done, f"the episode of '{task.id}' does not end with its demonstration")
+    if reward is not None:
+        (outcome,) = await reward.score([conversation(messages)], task)
+        earned = getattr(outcome, "reward", None)
+        require(earned == full_reward, f"demonstration('{task.id}') earns {outcome}, not {full_reward}")
+
+
+async def _step(environment: Environment, task: Task, message: Message) -> Step:
+    step = await environment.step(message)
+    require(isinstance(step, Step), f"step in '{task.id}' gives {type(step).__name__}, not Step")
+    require(isinstance(step.done, bool), f"step in '{task.id}': `done` must be a bool")
+    require(math.isfinite(step.reward), f"step in '{task.id}': reward {step.reward} is not finite")
+    require(step.done or bool(step.messages), f"step in '{task.id}' neither ends the episode nor says anything")
+    _check_messages(step.messages, f"step in '{task.id}'")
+    require(all(m.role != "assistant" for m in step.messages), f"step in '{task.id}' speaks for the assistant")
+    return step
+
+
+async def _check_close(environment: Environment) -> None:
+    await environment.close()
+    await environment.close()  # an attempt that fails while closing is closed again
+
+
+def _check_messages(messages: Sequence[Message], where: str) -> None:
+    require(all(isinstance(message, Message) for message in messages), f"{where} must give Message objects only")

@@ -1,0 +1,44 @@
+import importlib
+
+import pytest
+from pydantic import ValidationError
+
+from ratchet.environments import config as environments
+from ratchet.environments.config import ArithmeticConfig, CountdownConfig, GSM8KConfig, SortingConfig
+from ratchet.rewards import config as rewards
+
+
+@pytest.mark.parametrize("section", [*environments.KINDS.values(), *rewards.KINDS.values()])
+def test_each_kind_names_a_class_that_takes_its_section(section):
+    module, name = section.builds.split(":")
+    built = getattr(importlib.import_module(module), name)
+    config = section(train="t.jsonl") if section is GSM8KConfig else section()
+    assert built(config).config is config
+
+
+@pytest.mark.parametrize("section", environments.KINDS.values())
+def test_each_environment_names_a_reward_that_exists(section):
+    assert section.default_reward in rewards.KINDS
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (SortingConfig, {"digits": 0}, "greater than or equal to 1"),
+        (ArithmeticConfig, {"digits": 0}, "greater than or equal to 1"),
+        (ArithmeticConfig, {"operators": ()}, "at least 1 item"),
+        (ArithmeticConfig, {"operators": ("+", "+")}, "each is listed once"),
+        (ArithmeticConfig, {"operators": ("/",)}, "Input should be"),
+        (ArithmeticConfig, {"digit": 2}, "Extra inputs"),
+        (CountdownConfig, {"numbers": 1}, "greater than or equal to 2"),
+        (CountdownConfig, {"operators": ("*", "*")}, "each is listed once"),
+        (CountdownConfig, {"template": "reach {target}"}, "template lacks {numbers}"),
+        (GSM8KConfig, {}, "train"),
+        (GSM8KConfig, {"train": "a", "shots": -1}, "greater than or equal to 0"),
+        (GSM8KConfig, {"train": "a", "test": "b", "split_column": "split"}, "remove one"),
+        (rewards.CountdownRewardConfig, {"partial": 1.0}, "less than 1"),
+    ],
+)
+def test_impossible_values_are_refused(section, values, message):
+    with pytest.raises(ValidationError, match=message):
+        section(**values)

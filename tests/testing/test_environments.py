@@ -1,0 +1,186 @@
+"""The conformance check of environments must catch each way of breaking the contract."""
+
+import random
+from dataclasses import replace
+from itertools import count, islice
+
+import pytest
+
+from ratchet.environments.single_turn import Problem, Procedural
+from ratchet.errors import DataError
+from ratchet.interfaces import Step
+from ratchet.rewards.config import ExactMatchConfig
+from ratchet.rewards.exact_match import ExactMatch
+from ratchet.testing import check_environment
+from ratchet.types import Message
+
+exact = ExactMatch(ExactMatchConfig())
+
+
+class Good(Procedural):
+    name = "good"
+
+    def sample(self, rng: random.Random) -> Problem:
+        n = rng.randrange(10**6)
+        return Problem(f"{n}=", str(n))
+
+
+class Guessing(Good):
+    """Several turns, whose demonstration is played against it."""
+
+    def demonstration(self, task):
+        return (Message("assistant", "0"), Message("user", "higher"), Message("assistant", task.answer))
+
+    async def reset(self, task):
+        self.task = task
+        self.turns = 0
+        return task.messages
+
+    async def step(self, message):
+        self.turns += 1
+        done = message.text == self.task.answer or self.turns == 4
+        return Step(() if done else (Message("user", "higher"),), done=done)
+
+
+class ForgetsStart(Good):
+    def tasks(self, split, *, seed, start=0):
+        return super().tasks(split, seed=seed)
+
+
+class OneId(Good):
+    def tasks(self, split, *, seed, start=0):
+        return (replace(t, id="one") for t in super().tasks(split, seed=seed, start=start))
+
+
+class IgnoresSeed(Good):
+    def tasks(self, split, *, seed, start=0):
+        return super().tasks(split, seed=0, start=start)
+
+
+class SeededTest(Good):
+    def tasks(self, split, *, seed, start=0):
+        tasks = super().tasks("train", seed=seed, start=start)
+        return (replace(t, id=f"{split}/{start + i}") for i, t in enumerate(tasks))
+
+
+class Leaky(Good):
+    def tasks(self, split, *, seed, start=0):
+        if split == "train":
+            return super().tasks(split, seed=seed, start=start)
+        first = super().tasks("train", seed=0)
+        return islice((replace(t, id=f"test/{i}") for i, t in enumerate(islice(first, 50))), start, None)
+
+
+class RepeatsTest(Good):
+    def tasks(self, split, *, seed, start=0):
+        tasks = super().tasks(split, seed=seed, start=start)
+        if split == "train":
+            return tasks
+        (task,) = islice(super().tasks(split, seed=seed), 1)
+        return (task for _ in count())
+
+
+class EmptyTest(Good):
+    def tasks(self, split, *, seed, start=0):
+        return super().tasks(split, seed=seed, start=start) if split == "train" else iter(())
+
+
+class Moody(Good):
+    def __init__(self):
+        self.calls = 0
+
+    async def reset(self, task):
+        self.calls += 1
+        return (Message("user", str(self.calls)),)
+
+
+class Endless(Good):
+    async def step(self, message):
+        return Step((Message("user", "again"),))
+
+
+class Mute(Good):
+    async def step(self, message):
+        return Step()
+
+
+class Untyped(Good):
+    async def step(self, message):
+        return {"done": True}
+
+
+class Infinite(Good):
+    async def step(self, message):
+        return Step(reward=float("nan"), done=True)
+
+
+class SpeaksForThePolicy(Good):
+    async def step(self, message):
+        return Step((Message("assistant", "me too"),), done=True)
+
+
+class ClosesOnce(Good):
+    closed = False
+
+    async def close(self):
+        if self.closed:
+            raise RuntimeError("closed twice")
+        self.closed = True
+
+
+class Wrong(Good):
+    def demonstration(self, task):
+        return (Message("assistant", "0"),)
+
+
+class Texts(Good):
+    def demonstration(self, task):
+        return (task.answer,)
+
+
+class Overtalks(Good):
+    def demonstration(self, task):
+        return (Message("assistant", task.answer), Message("assistant", task.answer))
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        (ForgetsStart, "train tasks from start=1 are not the same"),
+        (OneId, "two different train tasks share an id"),
+        (IgnoresSeed, "train tasks are the same, in the same order, for two seeds"),
+        (SeededTest, "test tasks depend on the training seed"),
+        (Leaky, "the prompt of 'test/0' is also in the training split"),
+        (RepeatsTest, "a test task comes twice"),
+        (EmptyTest, "the test split has no task"),
+        (Moody, "reset.*twice gives different messages"),
+        (Endless, "did not end within 100 empty answers"),
+        (Mute, "neither ends the episode nor says anything"),
+        (Untyped, "gives dict, not Step"),
+        (Infinite, "reward nan is not finite"),
+        (SpeaksForThePolicy, "speaks for the assistant"),
+        (Wrong, r"demonstration.*earns Scored\(reward=0.0"),
+        (Texts, "must give Message objects only"),
+        (Overtalks, "goes on after the episode's end"),
+        (object, "object lacks methods of the Environment protocol"),
+    ],
+)
+def test_a_broken_environment_is_caught(broken, error):
+    with pytest.raises(AssertionError, match=error):
+        check_environment(broken(), reward=exact, n=30)
+
+
+def test_closing_twice_must_work():
+    with pytest.raises(RuntimeError, match="closed twice"):
+        check_environment(ClosesOnce(), n=10)
+
+
+def test_good_environments_pass():
+    check_environment(Good(), reward=exact)
+    check_environment(Guessing(), reward=exact)
+
+    class NoSolutions(Good):
+        def demonstration(self, task):
+            raise DataError("nobody knows")
+
+    check_environment(NoSolutions(), reward=exact, n=10)
