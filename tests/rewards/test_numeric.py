@@ -82,6 +82,7 @@ def test_one_number_is_read(text, value):
         ("between 3 and -5", -5),
         ("so x=-5", -5),
         ("first 10, then 1,000, finally 1,23", 23),
+        ("about 1,2345", 2345),  # no thousands
         ("it is...5", 5),
         ("**18**", 18),
         ("no number", None),
