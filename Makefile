@@ -21,7 +21,7 @@ PEERS_PYTHON ?= $(BIN)/python
 BENCH_STEPS ?= 8
 BENCH_SIZE ?= S
 
-.PHONY: help demo test test-slow lint fast-tests slow-tests bench peers clean
+.PHONY: help demo test test-slow lint style types layers sizes fast-tests slow-tests bench peers clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -33,16 +33,24 @@ demo: .venv/user ## train the quickstart recipe and show what it reached
 	$(BIN)/ratchet train recipes/quickstart.yaml
 
 test: .venv/developer ## lint, types, layers, sizes and all tests but the slow ones
-	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory lint fast-tests
+	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory --keep-going lint fast-tests
 
 test-slow: .venv/developer ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
-lint: .venv/developer ## ruff, pyright, import layers, sizes
+lint: style types layers sizes ## the checks that run no code: style, types, layers, sizes
+
+style: .venv/developer
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: .venv/developer
 	$(BIN)/pyright
+
+layers: .venv/developer
 	$(BIN)/lint-imports
+
+sizes: .venv/developer
 	$(BIN)/python .ci/sizes.py ratchet
 
 fast-tests: .venv/developer

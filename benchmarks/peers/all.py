@@ -18,6 +18,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 CASES = (
     ("TRL GRPO step, tuned", "trl_grpo.py", ()),
+    ("TRL GRPO step, tuned, bfloat16", "trl_grpo.py", ("--bf16",)),
     ("TRL GRPO step, its defaults", "trl_grpo.py", ("--defaults",)),
     ("transformers generate, even", "hf_generate.py", ()),
     ("transformers generate, ragged", "hf_generate.py", ("--ragged",)),
