@@ -3,7 +3,7 @@
 How tokens attend to each other is the caller's: the learner passes attention over packed sequences, the engine attention
 over its KV cache. Both therefore run the same weights through the same arithmetic.
 
-T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim.
+T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim, C = D / 2.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.models.config import DecoderConfig
+from ratchet.models.ops import rms_norm, rotate, swiglu
 from ratchet.models.rope import RotaryTable
 
 
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -47,21 +47,13 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_Td: Tensor, cos_TD: Tensor, sin_TD: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
         c = self.config
         qkv = self.qkv_proj(x_Td).view(len(x_Td), -1, c.head_dim)
         q_THD, k_TKD, v_TKD = qkv.split([c.n_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
-        q_THD = rotate(self.q_norm(q_THD), cos_TD, sin_TD)
-        k_TKD = rotate(self.k_norm(k_TKD), cos_TD, sin_TD)
+        q_THD = rotate(self.q_norm(q_THD), cos_T1D, sin_T1C)
+        k_TKD = rotate(self.k_norm(k_TKD), cos_T1D, sin_T1C)
         return self.o_proj(attend(self.layer, q_THD, k_TKD, v_TKD).flatten(1))
-
-
-def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotary position embedding on half-split pairs (arXiv:2104.09864, eq. 34, in the layout of Hugging Face weights)."""
-    half = x_THD.shape[-1] // 2
-    cos, sin = cos_TD[:, None, :half], sin_TD[:, None, :half]
-    first, second = x_THD[..., :half], x_THD[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class GatedMLP(nn.Module):
@@ -73,8 +65,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_Td: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_Td).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
 
 class Block(nn.Module):
@@ -85,8 +76,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = build_mlp(config)
 
-    def forward(self, x_Td: Tensor, cos_TD: Tensor, sin_TD: Tensor, attend: Attend) -> Tensor:
-        x_Td = x_Td + self.self_attn(self.input_layernorm(x_Td), cos_TD, sin_TD, attend)
+    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
+        x_Td = x_Td + self.self_attn(self.input_layernorm(x_Td), cos_T1D, sin_T1C, attend)
         return x_Td + self.mlp(self.post_attention_layernorm(x_Td))
 
 
@@ -114,12 +105,12 @@ class Decoder(nn.Module):
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token."""
         x_Td = self.embed_tokens(tokens_T)
-        cos_TD, sin_TD = self.rotary(positions_T, x_Td.dtype)
+        cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
         for block in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x_Td = checkpoint(block, x_Td, cos_TD, sin_TD, attend, use_reentrant=False)
+                x_Td = checkpoint(block, x_Td, cos_T1D, sin_T1C, attend, use_reentrant=False)
             else:
-                x_Td = block(x_Td, cos_TD, sin_TD, attend)
+                x_Td = block(x_Td, cos_T1D, sin_T1C, attend)
         return self.norm(x_Td)
 
     def init_weights(self, seed: int) -> Decoder:

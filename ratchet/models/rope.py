@@ -3,63 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ratchet.errors import ModelError
-from ratchet.models.config import DecoderConfig
-
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+from ratchet.models.config import ORIGINAL, DecoderConfig
 
 
 class RotaryTable(nn.Module):
     """cos and sin by position, computed in float32 once per forward; not part of the state dict."""
 
+    frequencies: Tensor
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        frequencies, self.scale = inverse_frequencies(config.rope, config.head_dim, config.max_positions)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.exact, self.scale = inverse_frequencies(config.rope, config.head_dim)
+        self.register_buffer("frequencies", self.exact, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
+        """Moves with the model, but never casts: bfloat16 frequencies would be off by whole turns at long positions."""
+        super()._apply(fn, recurse)
+        self.frequencies = self.exact.to(self.frequencies.device)
+        return self
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions_T[:, None].to(torch.float32) * self.frequencies.to(torch.float32)
-        angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        """(cos [T, 1, D], sin [T, 1, D / 2]) as `ratchet.models.ops.rotate` takes them."""
+        angles = positions_T[:, None, None].to(torch.float32) * self.frequencies
+        cos, sin = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        return torch.cat([cos, cos], dim=-1), sin
 
 
-def inverse_frequencies(rope: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """(frequencies [head_dim / 2] float32, factor on cos and sin). Raises ModelError for an unknown `rope_type`."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    base = float(rope.get("rope_theta", 10000.0))
-    plain = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if kind == "default":
-        return plain, 1.0
-    if kind == "linear":
-        return plain / float(rope["factor"]), 1.0
-    if kind == "llama3":
-        return _llama3(plain, rope), 1.0
-    if kind == "yarn":
-        return _yarn(plain, rope, base, head_dim, max_positions)
-    raise ModelError(f"rope_type '{kind}' is not one of {', '.join(SUPPORTED)}: load this model with `model.backend: transformers`")
+def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """(frequencies [head_dim / 2] float32 on the CPU, factor on cos and sin). `rope` as in `DecoderConfig`."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    plain = 1.0 / float(rope["rope_theta"]) ** exponents
+    return SCALINGS[rope["rope_type"]](plain, rope)
 
 
-def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
+def _default(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return plain, 1.0
+
+
+def _linear(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Position interpolation (arXiv:2306.15595, eq. 4)."""
+    return plain / float(rope["factor"]), 1.0
+
+
+def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Llama 3.1: low frequencies are divided by `factor`, high ones kept, the band between interpolated."""
     factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(rope["original_max_position_embeddings"])
+    original = float(rope[ORIGINAL])
     wavelength = 2 * math.pi / plain
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * plain / factor + smooth * plain
     scaled = torch.where(wavelength > original / low, plain / factor, blended)
-    return torch.where(wavelength < original / high, plain, scaled)
+    return torch.where(wavelength < original / high, plain, scaled), 1.0
 
 
-def _yarn(plain: Tensor, rope: Mapping[str, Any], base: float, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+def _yarn(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     """YaRN (arXiv:2309.00071): "NTK-by-parts" interpolation, section 3.2, and the attention temperature, section 3.4."""
-    original = float(rope.get("original_max_position_embeddings") or max_positions)
-    factor = float(rope.get("factor") or max_positions / original)
+    original, factor, base = float(rope[ORIGINAL]), float(rope["factor"]), float(rope["rope_theta"])
+    head_dim = 2 * len(plain)
 
     def dimension(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -72,12 +78,14 @@ def _yarn(plain: Tensor, rope: Mapping[str, Any], base: float, head_dim: int, ma
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = plain / factor * ramp + plain * (1 - ramp)
-    attention = rope.get("attention_factor")
-    if attention is None:
-        mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
-        attention = (
-            temperature(factor, float(mscale)) / temperature(factor, float(all_dims)) if mscale and all_dims else temperature(factor)
-        )
-    return frequencies, float(attention)
+    if rope.get("attention_factor") is not None:
+        return frequencies, float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return frequencies, temperature(factor, float(rope["mscale"])) / temperature(factor, float(rope["mscale_all_dim"]))
+    return frequencies, temperature(factor)
+
+
+Scaling = Callable[[Tensor, Mapping[str, Any]], tuple[Tensor, float]]
+SCALINGS: Mapping[str, Scaling] = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

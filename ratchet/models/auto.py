@@ -1,0 +1,246 @@
+"""Any causal language model of transformers as a policy. The only file here that imports transformers, which takes seconds.
+
+T = tokens of packed sequences laid end to end, n = any of them, d = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ratchet.errors import ModelError
+from ratchet.models.hf import remove_stale_weights
+from ratchet.models.policy import PolicyModel
+
+UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
+PROBE_LENGTHS = (5, 1, 7, 3)
+
+
+class TransformersPolicy(PolicyModel):
+    """Sequences share a forward, told apart by their positions, where a probe finds that the architecture keeps them apart;
+    elsewhere each runs alone (`packs` is False).
+
+    Logits are the model's own: its forward with the backbone replaced by given hidden states, so that soft-capping, logit
+    scales and biases apply whatever they are called. Dropout is off: a policy must score what it sampled.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, saved_config: PreTrainedConfig | None = None) -> None:
+        """saved_config: what `save` writes, where it isn't the model's own. Raises ModelError for an architecture whose
+        logits aren't a function of its backbone's hidden states."""
+        super().__init__()
+        self.model = model.eval()
+        self.path = _backbone_path(model)
+        self.head_name = _head_name(model)
+        self.saved_config = saved_config or model.config
+        self.text_config: Any = model.config.get_text_config()
+        self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
+        self._check_logits()
+        self.packs = self.takes_positions and self._keeps_sequences_apart()
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> TransformersPolicy:
+        """Raises ModelError where transformers can't read the directory."""
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        try:
+            saved_config = AutoConfig.from_pretrained(directory, **options)
+            config = _without_dropout(saved_config)
+            model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, use_safetensors=True, **options)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ModelError(f"transformers can't load a causal language model from {directory}: {reason}") from None
+        nn.Module.to(model, device)
+        return cls(model, saved_config=saved_config)
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.get_submodule(self.path)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_parameter(self.head_name).shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config.hidden_size)
+
+    @property
+    def max_positions(self) -> int:
+        return int(getattr(self.text_config, "max_position_embeddings", None) or UNLIMITED)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        generation = self.model.generation_config
+        ids = getattr(generation, "eos_token_id", None)
+        ids = self.text_config.eos_token_id if ids is None else ids
+        return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.model.is_gradient_checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        if on == self.checkpointing:
+            return
+        if on and not self.model.supports_gradient_checkpointing:
+            raise ModelError(f"{type(self.model).__name__} has no activation checkpointing: switch it off for this model")
+        if on:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+        self.model.train(on)  # transformers checkpoints in training mode only; dropout is off in either
+
+    # --- the forward
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        if self.packs:
+            return self._run(tokens_T, positions_T)
+        rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), strict=True)
+        return torch.cat([self._run(tokens, positions) for tokens, positions in rows])
+
+    def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        # A cache or a mask of ones would switch off what tells packed sequences apart: without a word they'd leak.
+        options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
+        if self.takes_positions:
+            options["position_ids"] = positions_T[None]
+        return self.backbone(input_ids=tokens_T[None], **options)[0][0]
+
+    def logits(self, hidden_nd: Tensor) -> Tensor:
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        with torch.autocast(hidden_nd.device.type, enabled=False):
+            return self._head(hidden_nd.to(dtype))
+
+    def _head(self, hidden_nd: Tensor) -> Tensor:
+        head = _with_backbone(self.model, self.path, _Given(hidden_nd[None]))
+        wide = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
+        token = torch.zeros(1, hidden_nd.shape[0], dtype=torch.int64, device=hidden_nd.device)
+        return functional_call(head, wide, (), {"input_ids": token, "use_cache": False}).logits[0]
+
+    # --- probes, at load
+
+    def _check_logits(self) -> None:
+        tokens = self._probe_tokens(7)
+        with torch.no_grad():
+            try:
+                own = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+                ours = self.logits(self._run(tokens, torch.arange(7, device=tokens.device)))
+            except (AttributeError, TypeError, RuntimeError) as error:
+                raise ModelError(f"{type(self.model).__name__} can't be split into a backbone and a head: {error}") from None
+        if not _close(ours, own):
+            raise ModelError(f"{type(self.model).__name__}: logits aren't a function of its backbone's hidden states alone")
+
+    def _keeps_sequences_apart(self) -> bool:
+        """Packed equals separate, and another neighbour changes nothing at all, not even in the last bit."""
+        rows = [self._probe_tokens(n) for n in PROBE_LENGTHS]
+        other = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
+        positions = torch.cat([torch.arange(n, device=rows[0].device) for n in PROBE_LENGTHS])
+        starts = [sum(PROBE_LENGTHS[:i]) for i in range(len(PROBE_LENGTHS))]
+        kept = torch.cat([torch.arange(starts[i], starts[i] + PROBE_LENGTHS[i]) for i in range(0, len(rows), 2)])
+        with torch.no_grad():
+            packed, perturbed = (self._run(torch.cat(tokens), positions) for tokens in (rows, other))
+            separate = torch.cat([self._run(row, torch.arange(len(row), device=row.device)) for row in rows])
+        return torch.equal(packed[kept], perturbed[kept]) and _close(packed, separate)
+
+    def _probe_tokens(self, n: int) -> Tensor:
+        return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
+
+    # --- weights
+
+    def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as temporary:
+            self.model.save_pretrained(temporary)
+            self.saved_config.save_pretrained(temporary)
+            files = sorted(Path(temporary).iterdir())
+            for path in files:
+                path.replace(directory / path.name)
+        remove_stale_weights(directory, {path.name for path in files})
+
+
+def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy whose every dropout rate is 0, whatever the architecture calls it."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for key, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in key):
+                setattr(part, key, 0.0)
+    return config
+
+
+def _backbone_path(model: PreTrainedModel) -> str:
+    """The dotted path of the module whose output the head reads."""
+    backbone = model.get_decoder()
+    for path, module in model.named_modules():
+        if module is backbone and path:
+            return path
+    raise ModelError(f"{type(model).__name__} has no backbone apart from its head")
+
+
+def _head_name(model: PreTrainedModel) -> str:
+    """The dotted name of the output embedding [V, d]."""
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if module is head and path:
+            return f"{path}.weight"
+    raise ModelError(f"{type(model).__name__} has no output embedding: it isn't a language model")
+
+
+class _Given(nn.Module):
+    """Stands in for a backbone: whatever it is asked, it answers with these hidden states."""
+
+    def __init__(self, hidden_1nd: Tensor) -> None:
+        super().__init__()
+        self.hidden_1nd = hidden_1nd
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Output:
+        return _Output(self.hidden_1nd)
+
+
+class _Output:
+    """A backbone's answer; of caches, router logits and the like there are none."""
+
+    def __init__(self, hidden_1nd: Tensor) -> None:
+        self.last_hidden_state = hidden_1nd
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Module:
+    """A shallow copy of `model`, sharing every parameter, with another module at `path`."""
+    name, _, rest = path.partition(".")
+    clone = copy.copy(model)
+    child = model.get_submodule(name)
+    replaced = _with_backbone(child, rest, backbone) if rest else backbone
+    clone.__dict__["_modules"] = {**model._modules, name: replaced}
+    return clone
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the rounding of their dtype, on the scale of the largest entry."""
+    tolerance = 1e-4 if min(a.dtype.itemsize, b.dtype.itemsize) >= 4 else 5e-2
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

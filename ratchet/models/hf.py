@@ -1,0 +1,242 @@
+"""Hugging Face model directories: `config.json`, `generation_config.json` and safetensors, whole or in shards.
+
+Our decoder fuses matrices; on disk and on the wire every weight has its canonical Hugging Face name. The canonical tensors
+are *views*: consecutive rows of the fused ones, so that nothing is copied to send or to save them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ratchet.errors import ModelError
+from ratchet.models.config import DecoderConfig
+from ratchet.models.decoder import Decoder
+from ratchet.models.files import atomic_path, write_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+SCORE = "score.weight"  # the scalar head of a reward or value model; `ratchet.models.heads` reads it
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints carry
+
+
+def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, detached view into a parameter), each weight once: a tied head is left out."""
+    fused = _fused_rows(decoder.config)
+    for name, parameter in decoder.named_parameters():
+        weight = parameter.detach()
+        path, _, kind = name.rpartition(".")
+        module, _, leaf = path.rpartition(".")
+        prefix = f"model.{module}." if module else "model."
+        if path == "lm_head":
+            yield name, weight
+        elif leaf in fused:
+            for piece, rows in zip(fused[leaf], weight.split(list(fused[leaf].values())), strict=True):
+                yield f"{prefix}{piece}.{kind}", rows
+        else:
+            yield f"{prefix}{leaf}.{kind}", weight
+
+
+def _fused_rows(config: DecoderConfig) -> Mapping[str, Mapping[str, int]]:
+    """Fused matrix -> canonical matrices in order, with their rows."""
+    kv = config.n_kv_heads * config.head_dim
+    return {
+        "qkv_proj": {"q_proj": config.n_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+    }
+
+
+def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copies every weight into its view, whatever its dtype and device.
+
+    Raises ModelError naming what is missing, unexpected or of another shape; the decoder is then partly overwritten.
+    """
+    views = dict(canonical_weights(decoder))
+    waiting = set(views)
+    unexpected: list[str] = []
+    for name, tensor in weights:
+        if name not in views:
+            unexpected.append(name)
+        elif views[name].shape != tensor.shape:
+            raise ModelError(f"weight '{name}' has shape {_shape(tensor)}, the config says {_shape(views[name])}")
+        else:
+            views[name].copy_(tensor)
+            waiting.discard(name)
+    if waiting:
+        raise ModelError(f"weights are missing: {_some(sorted(waiting))}")
+    if unexpected:
+        raise ModelError(f"weights that this decoder has no place for: {_some(unexpected)}")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+# --- reading
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ModelError where the file is absent or not a JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} is no model directory: it has no {path.name}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return content
+
+
+def read_config(directory: Path) -> DecoderConfig:
+    """Raises ModelError where our decoder can't represent the model."""
+    generation = directory / "generation_config.json"
+    return DecoderConfig.from_hf(read_json(directory / "config.json"), read_json(generation) if generation.exists() else None)
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The safetensors of a directory: which file holds which weight."""
+
+    directory: Path
+    files: Mapping[str, str]  # weight name -> file name
+
+    @classmethod
+    def find(cls, directory: Path) -> WeightFiles:
+        """Raises ModelError where there are none, or where the index names a file that isn't there."""
+        if (directory / INDEX).exists():
+            files: dict[str, str] = read_json(directory / INDEX).get("weight_map", {})
+            for file in sorted(set(files.values())):
+                if not (directory / file).exists():
+                    raise ModelError(f"{directory} is incomplete: {INDEX} names {file}, which isn't there")
+            return cls(directory, files)
+        if (directory / WEIGHTS).exists():
+            with _open(directory / WEIGHTS) as opened:
+                return cls(directory, dict.fromkeys(opened.keys(), WEIGHTS))
+        others = [path.name for path in sorted(directory.glob("*.bin"))]
+        hint = f" ({_some(others)} would run code when read: convert it to safetensors)" if others else ""
+        raise ModelError(f"{directory} has neither {WEIGHTS} nor {INDEX}{hint}")
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """One tensor at a time, file by file, on the CPU."""
+        wanted = set(names)
+        for file in sorted({self.files[name] for name in wanted}):
+            with _open(self.directory / file) as opened:
+                for name in opened.keys():  # noqa: SIM118 (no mapping, in spite of its looks)
+                    if name in wanted:
+                        yield name, opened.get_tensor(name)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ModelError(f"{path} is damaged or no safetensors file: {error}") from None
+
+
+def load_decoder(directory: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a directory. Of a reward model it is the backbone, whose missing language head is then the embedding.
+
+    Raises ModelError where the directory is incomplete, or its model isn't one of ours.
+    """
+    config, found = read_config(directory), WeightFiles.find(directory)
+    names = [name for name in found.files if name != SCORE and not name.endswith(IGNORED_SUFFIXES)]
+    headless = SCORE in found.files and HEAD not in found.files
+    decoder = empty_decoder(replace(config, tied=True) if headless else config, dtype=dtype, device=device)
+    try:
+        load_weights(decoder, _without_tied_copy(decoder, found.read(names)))
+    except ModelError as error:
+        raise ModelError(f"{directory}: {error}") from None
+    return decoder
+
+
+def _without_tied_copy(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Some tools save a tied head a second time. It may be left out only if it is the embedding, bit for bit."""
+    copies = {"model.embed_tokens.weight", HEAD} if decoder.config.tied else set()
+    seen: list[Tensor] = []
+    for name, tensor in weights:
+        if name in copies:
+            seen.append(tensor)
+        if name != HEAD or not copies:
+            yield name, tensor
+    if len(seen) == 2 and not torch.equal(*seen):
+        raise ModelError(f"{HEAD} differs from the embedding, though tie_word_embeddings says that it is the same")
+
+
+def empty_decoder(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """Uninitialised memory: skips the default initialisation, which costs seconds per billion parameters."""
+    with torch.device("meta"):
+        decoder = Decoder(config).to(dtype)
+    return decoder.to_empty(device=device)
+
+
+# --- writing
+
+
+def save_decoder(
+    decoder: Decoder, directory: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Writes what `load_decoder`, transformers and vLLM read. Every file appears whole or not at all.
+
+    dtype: of the file; None keeps the decoder's. A single weight larger than `max_shard_bytes` gets a file of its own.
+    """
+    dtype = dtype or decoder.head_weight.dtype
+    config = decoder.config.to_hf() | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_weights(canonical_weights(decoder), directory, dtype, max_shard_bytes)
+    write_json(directory / "generation_config.json", {key: value for key, value in generation.items() if value is not None})
+    write_json(directory / "config.json", config)
+
+
+def save_weights(weights: Iterable[tuple[str, Tensor]], directory: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    shards = _shards(list(weights), dtype, max_shard_bytes)
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(files) == 1:
+        files = [WEIGHTS]
+    for file, shard in zip(files, shards, strict=True):
+        # One shard in memory at a time; a copy, since safetensors refuses views that share memory.
+        tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous() for name, tensor in shard}
+        with atomic_path(directory / file) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(tensor.numel() for shard in shards for _, tensor in shard)
+        index = {
+            "metadata": {"total_parameters": total, "total_size": total * dtype.itemsize},
+            "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard},
+        }
+        write_json(directory / INDEX, index)
+    remove_stale_weights(directory, {*files, *([INDEX] if len(shards) > 1 else [])})
+
+
+def _shards(weights: list[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
+    shards: list[list[tuple[str, Tensor]]] = [[]]
+    used = 0
+    for name, tensor in weights:
+        size = tensor.numel() * dtype.itemsize
+        if shards[-1] and used + size > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append((name, tensor))
+        used += size
+    return shards
+
+
+def remove_stale_weights(directory: Path, kept: set[str]) -> None:
+    """What an earlier save with another number of shards left: a reader would prefer it, or double the disk."""
+    for path in [*directory.glob("model-*-of-*.safetensors"), directory / WEIGHTS, directory / INDEX]:
+        if path.name not in kept:
+            path.unlink(missing_ok=True)

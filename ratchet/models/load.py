@@ -1,0 +1,84 @@
+"""From a name to a policy: a local directory first, else a model on the Hugging Face Hub, or random weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ratchet.errors import ModelError
+from ratchet.models.config import DecoderConfig, unsupported_reason
+from ratchet.models.hf import empty_decoder, load_decoder, read_json
+from ratchet.models.policy import DecoderPolicy, PolicyModel
+
+Backend = Literal["auto", "ratchet", "transformers"]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no .bin: unpickling one runs code
+
+
+def load_policy(
+    name: str | Path,
+    *,
+    backend: Backend = "auto",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> PolicyModel:
+    """The policy of a Hugging Face directory or Hub id.
+
+    backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that library; "auto" takes ours
+    where it can represent the model. revision: branch, tag or commit on the Hub.
+    Raises ModelError where nothing of that name exists, or the backend can't read it.
+    """
+    directory = find_model(name, revision=revision, with_code=trust_remote_code)
+    reason = unsupported_reason(read_json(directory / "config.json"))
+    if backend == "ratchet" or (backend == "auto" and reason is None):
+        return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device))
+    from ratchet.models.auto import TransformersPolicy
+
+    return TransformersPolicy.load(directory, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+
+
+def init_policy(
+    config: DecoderConfig, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> DecoderPolicy:
+    """Random weights: the same bits on every device for one seed."""
+    return DecoderPolicy(empty_decoder(config, dtype=dtype, device=device).init_weights(seed))
+
+
+def find_model(name: str | Path, *, revision: str | None = None, with_code: bool = False) -> Path:
+    """The local directory of a model, downloaded if it is a Hub id. A name that looks like a path is never downloaded."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    text = str(name)
+    if path.exists():
+        raise ModelError(f"'{text}' is a file; a model is a directory with config.json and safetensors")
+    if isinstance(name, Path) or text.startswith((".", "/", "~")) or not HUB_ID.fullmatch(text) or _begins_here(path):
+        existing = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+        raise ModelError(f"there is no model directory '{text}': '{existing}' is as far as that path exists")
+    return _download(text, revision, with_code)
+
+
+def _begins_here(path: Path) -> bool:
+    """`runs/sft` beside a directory `runs` is a mistyped path, not a Hub id."""
+    return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+
+
+def _download(name: str, revision: str | None, with_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = [*HUB_FILES, "*.py"] if with_code else HUB_FILES
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HFValidationError, OSError) as error:  # every network and Hub error is an OSError
+        reason = str(error).strip().splitlines()[0]
+        at = f" at revision '{revision}'" if revision else ""
+        raise ModelError(
+            f"'{name}' is neither a directory here nor a model that the Hugging Face Hub gave{at} ({reason}); "
+            "check the name, the network, and for a gated model the token (`hf auth login`)"
+        ) from None

@@ -1,0 +1,133 @@
+"""What a learner needs of a language model, whoever implements it.
+
+T = tokens of packed sequences laid end to end, n = any of them, d = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ratchet.models.attention import PackedAttention
+from ratchet.models.decoder import Decoder
+from ratchet.models.hf import canonical_weights, save_decoder
+
+
+class PolicyModel(nn.Module, ABC):
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Rows of the output embedding: token ids are below it."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def max_positions(self) -> int:
+        """Longest sequence, in tokens."""
+
+    @property
+    @abstractmethod
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion, as the model's own configuration says."""
+
+    @property
+    @abstractmethod
+    def checkpointing(self) -> bool:
+        """Whether each layer's activations are recomputed in the backward pass instead of kept."""
+
+    @checkpointing.setter
+    @abstractmethod
+    def checkpointing(self, on: bool) -> None: ...
+
+    @abstractmethod
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Final hidden states [T, d], each a function of its own sequence alone.
+
+        lengths: tokens of each sequence, each at least 1; they sum to T. positions_T restarts at 0 in each.
+        """
+
+    @abstractmethod
+    def logits(self, hidden_nd: Tensor) -> Tensor:
+        """The model's logits of the next token, [n, V], in float32 (float64 for float64 models) even under autocast: a
+        bfloat16 head is off by about 1e-2 nats a token, as much as a whole policy step."""
+
+    @abstractmethod
+    def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, detached tensor that shares the parameter's memory), each weight once."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Writes a Hugging Face directory, every file whole or not at all."""
+
+
+class DecoderPolicy(PolicyModel):
+    """Around the built-in decoder."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.config.hidden_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.decoder.config.max_positions
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.decoder.config.eos_ids
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.decoder.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        self.decoder.checkpointing = on
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        ascending = sorted(lengths)
+        attend = PackedAttention(ascending, tokens_T.device)
+        if ascending == list(lengths):
+            return self.decoder(tokens_T, positions_T, attend)
+        # Sequences of like length share an attention call if they are neighbours: reorder once, not in every layer.
+        order_T, inverse_T = (index.to(tokens_T.device) for index in _by_length(lengths))
+        return self.decoder(tokens_T[order_T], positions_T[order_T], attend).index_select(0, inverse_T)
+
+    def logits(self, hidden_nd: Tensor) -> Tensor:
+        weight_Vd = self.decoder.head_weight
+        dtype = torch.promote_types(weight_Vd.dtype, torch.float32)
+        with torch.autocast(hidden_nd.device.type, enabled=False):
+            return hidden_nd.to(dtype) @ weight_Vd.to(dtype).T
+
+    def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return canonical_weights(self.decoder)
+
+    def save(self, directory: Path) -> None:
+        save_decoder(self.decoder, directory)
+
+
+def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(where each token of the sequences in ascending order of length comes from, the inverse), int64 [T]."""
+    lengths_S = torch.tensor(lengths)
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    sorted_S, rows_S = lengths_S.sort(stable=True)
+    shift_S = starts_S[rows_S] - (sorted_S.cumsum(0) - sorted_S)
+    order_T = torch.arange(int(lengths_S.sum())) + shift_S.repeat_interleave(sorted_S)
+    inverse_T = torch.empty_like(order_T)
+    inverse_T[order_T] = torch.arange(len(order_T))
+    return order_T, inverse_T

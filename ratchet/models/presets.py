@@ -1,0 +1,52 @@
+"""Decoder shapes by name, for models that start from random weights. Free of torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ratchet.errors import ModelError
+from ratchet.models.config import DecoderConfig
+
+
+def _shape(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, intermediate: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "n_layers": layers,
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+    }
+
+
+QWEN3 = {"max_positions": 40960, "rope": {"rope_type": "default", "rope_theta": 1e6}}
+
+# All Qwen3 shaped (QK norm, no biases) and tied; parameters without the embedding.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": _shape(64, 2, 2, 2, 32, 192),  # 0.1 M
+    "small": _shape(128, 4, 4, 2, 32, 384),  # 0.8 M
+    "medium": _shape(384, 6, 6, 3, 64, 1024),  # 10 M
+    "large": _shape(768, 8, 12, 6, 64, 2048),  # 52 M
+    "qwen3-0.6b": _shape(1024, 28, 16, 8, 128, 3072) | QWEN3,
+    "qwen3-1.7b": _shape(2048, 28, 16, 8, 128, 6144) | QWEN3,
+}
+
+
+def preset(name: str, vocab_size: int, **overrides: Any) -> DecoderConfig:
+    """The decoder of that name over a vocabulary (the tokenizer gives its size); any field of DecoderConfig can be
+    overridden. Raises ModelError for an unknown name or field, with the nearest known one."""
+    if name not in PRESETS:
+        raise ModelError(f"no preset is called '{name}'{_nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
+    known = {field.name for field in fields(DecoderConfig)}
+    for key in overrides:
+        if key not in known:
+            raise ModelError(f"preset '{name}' has no field '{key}'{_nearest(key, known)}")
+    return DecoderConfig(**{"vocab_size": vocab_size, **PRESETS[name], **overrides})
+
+
+def _nearest(word: str, known: Mapping[str, Any] | set[str]) -> str:
+    match = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean '{match[0]}'?)" if match else ""
