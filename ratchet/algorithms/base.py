@@ -5,9 +5,10 @@ must not split. The one loop (`ratchet/loop.py`) reads it; nothing anywhere bran
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -92,7 +93,11 @@ class AlgoState:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """See the module's docstring. `source` says what kind of groups it learns from: "rows", "pairs" or "rollouts"."""
+    """See the module's docstring.
+
+    source: the kind of groups it learns from ("rows", "pairs" or "rollouts"). turns: which of the assistant's turns train
+    in given text. unit: what micro-batches never split.
+    """
 
     name: str
     losses: Mapping[str, tuple[Term, ...]]
@@ -103,6 +108,7 @@ class Algorithm:
     minibatches: int = 1
     epochs: int = 1
     group_size: int = 1
+    turns: Literal["all", "last"] = "all"
     properties: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -137,7 +143,7 @@ class Algorithm:
             group_S = batch.group_S.tolist()
             parts = [
                 batch.take([s for s, g in enumerate(group_S) if low <= g < high])
-                for low, high in zip(bounds, bounds[1:], strict=False)
+                for low, high in itertools.pairwise(bounds)
             ]
         for _ in range(self.epochs):
             yield from parts

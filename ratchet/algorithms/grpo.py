@@ -15,9 +15,7 @@ def build_grpo(config: GRPOConfig) -> Algorithm:
     weighting: Weighting = (
         WEIGHTINGS[config.weighting] if config.fixed_length is None else partial(fixed_length, length=config.fixed_length)
     )
-    surrogate = partial(
-        clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
-    )
+    surrogate = partial(clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
     terms = [Term("policy_gradient", surrogate, weighting, needs=frozenset({"logprobs", "old_logprobs"}))]
     passes = [Pass("policy", "logprobs", "old_logprobs")]
     if config.kl_coef > 0:

@@ -12,6 +12,7 @@ def build_sft(config: SFTConfig) -> Algorithm:
     return Algorithm(
         name="sft",
         source=config.source,
+        turns=config.train,
         losses={"policy": (Term("nll", nll, WEIGHTINGS[config.weighting]),)},
         minibatches=config.minibatches,
         epochs=config.epochs,

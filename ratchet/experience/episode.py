@@ -112,6 +112,7 @@ class Player:
             start = record.length
             record.add(Owner.POLICY, completion.tokens, completion)
             message = self.renderer.parse(completion.tokens.tolist(), completion.stop)
+            history = tuple(messages)
             messages.append(message)
             if completion.stop is StopReason.ABORTED:
                 return Cancelled("aborted")
@@ -123,5 +124,5 @@ class Player:
             if step.done:
                 return None
             messages.extend(step.messages)
-            record.add(Owner.ENVIRONMENT, self.renderer.extend(completion.tokens.tolist(), step.messages))
+            record.add(Owner.ENVIRONMENT, self.renderer.extend(completion.tokens.tolist(), step.messages, history=history))
         return Truncated()

@@ -39,8 +39,8 @@ class LocalLearner:
 
     def __init__(
         self,
-        model: PolicyModel,
         config: LocalConfig,
+        model: PolicyModel,
         *,
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
@@ -69,7 +69,8 @@ class LocalLearner:
 
     async def score(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
         columns = {
-            name: torch.zeros(batch.n_tokens if name in TOKEN_COLUMNS else batch.n_sequences, dtype=self.dtype) for name in wanted
+            name: torch.zeros(batch.n_tokens if name in TOKEN_COLUMNS else batch.n_sequences, dtype=self.dtype)
+            for name in wanted
         }
         starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
         with torch.no_grad():
@@ -84,7 +85,8 @@ class LocalLearner:
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         optimizer, schedule = self.optimizer, self.schedule
-        assert optimizer is not None and schedule is not None, "a frozen role was asked to update"
+        assert optimizer is not None, "a frozen role was asked to update"
+        assert schedule is not None
         factor = lr_factor(
             self.steps_taken,
             total=self.total_steps,
@@ -152,9 +154,8 @@ class LocalLearner:
             hidden_Td = self.model.hidden(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
         columns: dict[str, Tensor] = {}
         if not {"logprobs", "old_logprobs", "entropy"}.isdisjoint(needs):
-            row_bytes = self.model.vocab_size * self.dtype.itemsize
-            chunk_rows = max(1, self.config.logprob_chunk_mib * 2**20 // row_bytes)
-            columns |= token_columns(self.model.logits, hidden_Td, micro, needs, chunk_rows=chunk_rows)
+            rows = rows_per_chunk(self.config.logprob_chunk_mib, self.model.vocab_size, self.dtype)
+            columns |= token_columns(self.model.logits, hidden_Td, micro, needs, chunk_rows=rows)
         if "old_logprobs" in needs:
             own = micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
             columns["old_logprobs"] = own.detach()
@@ -188,6 +189,11 @@ class LocalLearner:
                 parameter.copy_(state["parameters"][name])
         if self.optimizer is not None:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
+
+
+def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """How many rows of logits fit into so many MiB; at least one."""
+    return max(1, mib * 2**20 // (vocab_size * dtype.itemsize))
 
 
 def _adamw(named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:

@@ -1,0 +1,234 @@
+"""The composition root: from configuration, or from parts given in Python, to a `Run`. Nothing else knows all the layers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ratchet.algorithms.base import Algorithm
+from ratchet.config.base import Section
+from ratchet.config.kinds import resolve
+from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RunConfig, StageConfig
+from ratchet.data.renderer import Renderer
+from ratchet.data.tokenizer import Tokenizer
+from ratchet.errors import ConfigError, ModelError
+from ratchet.evals.accuracy import Evaluator
+from ratchet.executors.machine import usable_cores
+from ratchet.experience.batcher import Batcher
+from ratchet.experience.episode import Player
+from ratchet.experience.manager import RolloutManager
+from ratchet.experience.seeds import seed_for
+from ratchet.experience.sources import Rollouts, Rows, StreamSource
+from ratchet.experience.tasks import TaskStream
+from ratchet.interfaces import Environment, Generator, Learner, Reward
+from ratchet.learners.config import LocalConfig
+from ratchet.links.shared import SharedLink
+from ratchet.models.load import init_policy, load_policy
+from ratchet.models.policy import PolicyModel
+from ratchet.models.presets import preset
+from ratchet.rewards.base import as_reward
+from ratchet.rewards.compose import WeightedSum
+from ratchet.run import Run
+from ratchet.types import Sampling
+
+
+def construct(section: Section, /, *arguments: Any, **named: Any) -> Any:
+    """Calls what the section's `builds` ("module:callable") names, with the section first."""
+    module, _, name = section.builds.partition(":")
+    return getattr(import_module(module), name)(section, *arguments, **named)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model and everything that speaks its tokens: what a run trains, and what an evaluation or a chat asks."""
+
+    model: PolicyModel
+    tokenizer: Tokenizer
+    renderer: Renderer
+    generator: Generator
+
+    @classmethod
+    def of(
+        cls, model: PolicyModel, tokenizer: Tokenizer, *, template: str | None = None, generator: Section | None = None
+    ) -> Policy:
+        """With a generator in this process, which reads the model's own tensors. Raises ModelError for a misfit."""
+        if tokenizer.vocab_size > model.vocab_size:
+            raise ModelError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}: "
+                "they don't belong together; give the model's own tokenizer"
+            )
+        made = construct(generator or resolve("generator", {}), model, tokenizer)
+        return cls(model, tokenizer, Renderer(tokenizer, template), made)
+
+
+@dataclass(frozen=True)
+class Arena:
+    """An environment with what judges it: `reward` for training, `yardstick` for evaluation (by default the same)."""
+
+    environment: Environment
+    reward: Reward | None
+    yardstick: Reward | None
+
+    def copies(self) -> Callable[[], Environment]:
+        """Makes instances for single attempts; they share their data (see `Environment.tasks`)."""
+        return partial(copy.copy, self.environment)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a stage does, in numbers. `batch_size`: groups (prompts or rows) a step; `examples`: distinct training tasks."""
+
+    name: str
+    steps: int
+    batch_size: int
+    sampling: Sampling = Sampling()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: Section = LocalConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    examples: int | None = None
+    seed: int = 0
+    first_step: int = 0
+
+
+def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **around: Any) -> Run:
+    """The run of one stage in this process. `around`: further fields of `Run` (observers, saving, ...)."""
+    ends = tuple(dict.fromkeys((*plan.sampling.stop_ids, *policy.renderer.stop_ids)))
+    plan = replace(plan, sampling=replace(plan.sampling, stop_ids=ends))
+    learner = construct(
+        plan.learner,
+        policy.model,
+        optimizer=plan.optimizer,
+        total_steps=plan.steps * algorithm.updates_per_batch,
+        unit=algorithm.unit,
+    )
+    roles: dict[str, Learner] = {"policy": learner}
+    if any(item.role == "reference" for item in algorithm.passes):
+        roles["reference"] = construct(plan.learner, copy.deepcopy(policy.model).requires_grad_(False))
+    source = SOURCES[algorithm.source](policy, arena, algorithm, plan)
+    return Run(
+        name=plan.name,
+        algorithm=algorithm,
+        roles=roles,
+        batcher=Batcher(source, groups_per_step=plan.batch_size),
+        link=SharedLink(policy.generator),
+        first_step=plan.first_step,
+        last_step=plan.first_step + plan.steps,
+        evaluator=make_evaluator(policy, arena, plan),
+        evaluate_every=plan.evaluation.every,
+        **around,
+    )
+
+
+def make_manager(policy: Policy, arena: Arena, reward: Reward | None) -> RolloutManager:
+    player = Player(policy.generator, policy.renderer, max_context=policy.model.max_positions)
+    return RolloutManager(player, arena.copies(), reward)
+
+
+def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
+    settings = plan.evaluation
+    tasks = list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), settings.tasks))
+    if not tasks:
+        return None
+    sampling = replace(
+        plan.sampling,
+        temperature=settings.temperature or plan.sampling.temperature,
+        max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
+        seed=seed_for(plan.seed, "evaluation"),
+    )
+    return Evaluator(make_manager(policy, arena, arena.yardstick), tasks, sampling, samples=settings.samples)
+
+
+def _stream(arena: Arena, plan: Plan) -> TaskStream:
+    return TaskStream(arena.environment, seed=seed_for(plan.seed, plan.name, "tasks"), examples=plan.examples)
+
+
+def _rows(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan) -> StreamSource:
+    return Rows(_stream(arena, plan), plan.name, policy.renderer, train=algorithm.turns)
+
+
+def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan) -> StreamSource:
+    return Rollouts(
+        _stream(arena, plan),
+        plan.name,
+        make_manager(policy, arena, arena.reward),
+        sampling=plan.sampling,
+        seed=seed_for(plan.seed, plan.name, "rollouts"),
+        group_size=algorithm.group_size,
+    )
+
+
+SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan], StreamSource]] = {"rows": _rows, "rollouts": _rollouts}
+
+
+# --- from configuration
+
+
+def freeze(config: RunConfig) -> RunConfig:
+    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that resume and replay see the same."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = usable_cores() if config.threads == "auto" else config.threads
+    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    model = config.model.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"device": device, "threads": threads, "model": model})
+
+
+def build_policy(config: RunConfig) -> Policy:
+    """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights."""
+    source, device, dtype = config.model, torch.device(config.device), getattr(torch, config.model.dtype)
+    tokenizer = construct(config.tokenizer, source.path)
+    if source.path is not None:
+        model = load_policy(
+            source.path,
+            backend=source.backend,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=source.trust_remote_code,
+            revision=source.revision,
+        )
+    else:
+        shape = preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
+        model = init_policy(shape, seed=config.seed, dtype=dtype, device=device)
+    return Policy.of(model, tokenizer, template=config.tokenizer.template, generator=config.stages[0].generator)
+
+
+def build_arena(stage: StageConfig) -> Arena:
+    environment = construct(stage.environment)
+    return Arena(environment, reward=build_reward(stage.rewards), yardstick=build_reward(stage.yardstick))
+
+
+def build_reward(sections: Sequence[Section]) -> Reward | None:
+    """The weighted sum of several rewards; None for none: the environment's own steps give it."""
+    if not sections:
+        return None
+    names = [str(section.kind).rpartition(":")[2] for section in sections]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it once")
+    made = {name: as_reward(construct(section), name) for name, section in zip(names, sections, strict=True)}
+    return WeightedSum(made, {name: section.weight for name, section in zip(names, sections, strict=True)})
+
+
+def build_run(config: RunConfig, index: int, policy: Policy, **around: Any) -> Run:
+    """The run of stage `index`, whose step numbers follow those of the stages before it."""
+    stage = config.stages[index]
+    plan = Plan(
+        name=stage.name,
+        steps=stage.steps,
+        batch_size=stage.batch_size,
+        sampling=Sampling(**dict(stage.sampling)),
+        optimizer=stage.optimizer,
+        learner=stage.learner,
+        evaluation=stage.evaluation,
+        examples=stage.examples,
+        seed=config.seed,
+        first_step=sum(earlier.steps for earlier in config.stages[:index]),
+    )
+    return make_run(policy, build_arena(stage), construct(stage.algorithm), plan, save_every=stage.checkpoint.every, **around)

@@ -1,0 +1,95 @@
+"""The command line. Light until a command runs: `ratchet --help` never imports torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides of any key: algorithm.group_size=16")]
+Target = Annotated[Path, typer.Argument(help="A run directory, or a Hugging Face model directory.")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe (YAML). Not needed with --resume.")] = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run goes; default: runs/<name>, numbered.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory.")] = None,
+) -> None:
+    """Train by a recipe, or continue an interrupted run."""
+    from ratchet.tools.train import resume_run, start_run
+
+    if (recipe is None) == (resume is None):
+        raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
+    outcome = (
+        start_run(recipe, overrides or [], run_dir, command=_command()) if recipe else resume_run(resume, command=_command())
+    )
+    raise typer.Exit(outcome)
+
+
+@app.command()
+def check(recipe: Annotated[Path, typer.Argument(help="A recipe (YAML).")], overrides: Overrides = None) -> None:
+    """Validate a recipe and show what it works out to."""
+    from ratchet.config.check import describe
+    from ratchet.config.loader import load_config
+
+    typer.echo(describe(load_config(recipe, overrides or [])))
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Target,
+    recipe: Annotated[Path | None, typer.Option(help="Whose environment to evaluate on; default: the run's own.")] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Held-out tasks; default: the recipe's.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Sampled attempts a task, beside the greedy one.")] = 4,
+    temperature: Annotated[float | None, typer.Option(min=0.01, help="Of the sampled attempts; default: the recipe's.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampled attempts.")] = 0,
+) -> None:
+    """Greedy and sampled accuracy on held-out tasks."""
+    from ratchet.tools.evaluate import evaluate_target
+
+    evaluate_target(target, recipe=recipe, tasks=tasks, samples=samples, temperature=temperature, seed=seed)
+
+
+@app.command()
+def chat(
+    target: Target,
+    prompt: Annotated[list[str] | None, typer.Option(help="Ask this and stop; may be given several times.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    seed: int = 0,
+) -> None:
+    """Talk to a trained model."""
+    from ratchet.tools.chat import chat_with
+
+    chat_with(target, prompts=prompt or [], temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed, what is missing and how to get it, and what this machine offers."""
+    from ratchet.tools.doctor import report
+
+    raise typer.Exit(report())
+
+
+def main() -> None:
+    """Entry point: an error meant for the user is printed without a traceback; 2 means nothing was started."""
+    faults = os.environ.get("RATCHET_FAULTS")
+    if faults:
+        from ratchet.faults import arm
+
+        arm(faults)
+    try:
+        app()
+    except RatchetError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError | DataError | ModelError) else 1)

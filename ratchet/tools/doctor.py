@@ -1,0 +1,54 @@
+"""`ratchet doctor`: what is installed, what is missing and how to get it, and what this machine offers."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ratchet.executors.machine import usable_cores
+
+# What each package is for, by the extra that brings it; the core ones come with Ratchet itself.
+PURPOSES = {
+    "torch": ("", "training and generation"),
+    "transformers": ("", "any architecture that Ratchet's own decoder does not implement"),
+    "tokenizers": ("", "tokens"),
+    "safetensors": ("", "model files"),
+    "tensorboard": ("", "curves in TensorBoard"),
+    "trl": ("peers", "the peer that `make bench` runs beside Ratchet"),
+    "pytest": ("dev", "the test suite"),
+}
+
+
+def report() -> int:
+    """Prints the table; returns 1 when a core package is missing or doesn't satisfy what Ratchet asks for, else 0."""
+    console = Console()
+    table = Table("package", "version", "for")
+    missing_core = False
+    for package, (extra, purpose) in PURPOSES.items():
+        try:
+            table.add_row(package, version(package), purpose)
+        except PackageNotFoundError:
+            missing_core |= not extra
+            fix = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"
+            table.add_row(package, escape(f"missing: {fix}"), purpose)
+    console.print(table)
+    console.print(f"python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}")
+    console.print(f"cores this process may use: {usable_cores()}")
+    if find_spec("torch") is not None:
+        console.print(_accelerators())
+    return int(missing_core)
+
+
+def _accelerators() -> str:
+    import torch  # only here: without torch, doctor must still work
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__}: no accelerator, `device: auto` means the CPU in float32"
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return f"torch {torch.__version__}: {names}; `device: auto` means cuda, bfloat16 with float32 masters"

@@ -1,0 +1,122 @@
+import asyncio
+
+import pytest
+
+from ratchet.experience.episode import Player
+from ratchet.interfaces import Step
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
+from ratchet.types import Cancelled, Completion, Failed, Message, Owner, Sampling, StopReason, Task, Truncated
+
+EOS = 99
+
+
+class Digits:
+    """A renderer over single digits: a message is its digits; an observation is its digits between two 50s."""
+
+    def prompt(self, messages):
+        return [int(c) for m in messages for c in m.text]
+
+    def extend(self, sampled, messages, *, history):
+        return [50, *(int(c) for m in messages for c in m.text), 50]
+
+    def parse(self, tokens, stop):
+        return Message("assistant", "".join(str(t) for t in tokens if t != EOS))
+
+
+def play(generator, environment, *, task=None, sampling=None, max_context=64, max_turns=8):
+    player = Player(generator, Digits(), max_context=max_context, max_turns=max_turns)
+    task = task or Task("t", (Message("user", "12"),), answer="2")
+    sampling = sampling or Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=7, temperature=0.5)
+    return asyncio.run(player.play(task, environment, sampling, attempt=3))
+
+
+def test_one_turn_keeps_every_tokens_origin():
+    trajectory = play(FakeGenerator(lambda tokens, sampling: [2, EOS]), FakeEnvironment())
+    assert trajectory.tokens.tolist() == [1, 2, 2, EOS]
+    assert trajectory.owner.tolist() == [Owner.PROMPT] * 2 + [Owner.POLICY] * 2
+    assert trajectory.trainable.tolist() == [False, False, True, True]  # the stop token is the policy's, and trains
+    assert trajectory.rollout_logprobs.tolist() == [0.0, 0.0, -1.0, -1.0]
+    assert trajectory.versions.tolist() == [-1, -1, 0, 0]
+    assert [m.text for m in trajectory.messages] == ["12", "2"]
+    assert (trajectory.attempt, trajectory.temperature, trajectory.outcome) == (3, 0.5, None)
+    assert [(t.start, t.end, t.terminated) for t in trajectory.turns] == [(2, 4, True)]
+
+
+def test_the_next_prompt_extends_the_sampled_prefix_exactly():
+    seen = []
+
+    def answer(tokens, sampling):
+        seen.append((list(tokens), sampling.seed))
+        return [len(seen), EOS]
+
+    script = lambda task, message: Step((Message("user", "7"),), reward=0.5, done=message.text == "3")  # noqa: E731
+    trajectory = play(FakeGenerator(answer), FakeEnvironment(script))
+    assert trajectory.tokens.tolist() == [1, 2, 1, EOS, 50, 7, 50, 2, EOS, 50, 7, 50, 3, EOS]
+    assert trajectory.owner.tolist() == [0, 0, 1, 1, 2, 2, 2, 1, 1, 2, 2, 2, 1, 1]
+    assert trajectory.trainable.sum() == 6
+    assert [tokens for tokens, _ in seen] == [trajectory.tokens[:n].tolist() for n in (2, 7, 12)]
+    assert len({seed for _, seed in seen}) == 3, "each turn draws with its own seed"
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 0.5, 0.5]
+    assert [turn.terminated for turn in trajectory.turns] == [False, False, True]
+
+
+def test_a_token_budget_truncates_and_never_acts():
+    def never(task, message):
+        raise AssertionError("a cut-off message must not reach the environment")
+
+    trajectory = play(FakeGenerator(lambda tokens, sampling: [1] * 9), FakeEnvironment(never))
+    assert trajectory.outcome == Truncated()
+    assert trajectory.completion_length == 4
+    assert not trajectory.turns[0].terminated
+
+
+def test_turn_and_context_budgets_truncate():
+    on = FakeEnvironment(lambda task, message: Step((Message("user", "7"),)))
+    generator = FakeGenerator(lambda tokens, sampling: [1, EOS])
+    assert play(generator, on, max_turns=2).outcome == Truncated()
+    trajectory = play(generator, on, max_context=9)  # 2 + 2 + 3 + 2 = 9, then no room
+    assert trajectory.outcome == Truncated()
+    assert len(trajectory) == 12
+    assert generator.requests[-1][1].max_new_tokens == 2  # the last turn was cut to the room left
+
+
+def test_a_prompt_longer_than_the_context_is_a_named_failure():
+    trajectory = play(FakeGenerator(lambda tokens, sampling: [1]), FakeEnvironment(), max_context=2)
+    assert isinstance(trajectory.outcome, Failed)
+    assert trajectory.outcome.kind == "prompt_too_long"
+    assert "the prompt has 2 tokens, the context 2" in trajectory.outcome.detail
+
+
+def test_zero_new_tokens():
+    trajectory = play(FakeGenerator(lambda tokens, sampling: []), FakeEnvironment())
+    assert trajectory.outcome == Truncated()
+    assert trajectory.completion_length == 0
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_a_broken_environment_costs_only_its_attempt(where):
+    environment = FakeEnvironment()
+
+    async def boom(*arguments):
+        raise ValueError("the maze is on fire")
+
+    setattr(environment, where, boom)
+    trajectory = play(FakeGenerator(lambda tokens, sampling: [2, EOS]), environment)
+    assert isinstance(trajectory.outcome, Failed)
+    assert trajectory.outcome.kind == "environment"
+    assert "the maze is on fire" in trajectory.outcome.detail
+    assert not trajectory.counts
+    assert len(trajectory) >= 1
+
+
+def test_an_abort_cancels_the_attempt():
+    class Aborting(FakeGenerator):
+        async def generate(self, tokens, sampling):
+            completion = await super().generate(tokens, sampling)
+            return Completion(
+                completion.tokens, completion.logprobs, completion.log_kept_mass, completion.versions, StopReason.ABORTED
+            )
+
+    trajectory = play(Aborting(lambda tokens, sampling: [2]), FakeEnvironment())
+    assert trajectory.outcome == Cancelled("aborted")
+    assert not trajectory.counts

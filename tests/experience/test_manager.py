@@ -1,0 +1,154 @@
+import asyncio
+import copy
+
+import pytest
+
+from ratchet.errors import TrainingError
+from ratchet.experience.batcher import Batcher
+from ratchet.experience.episode import Player
+from ratchet.experience.manager import RolloutManager
+from ratchet.experience.measure import measure_groups
+from ratchet.experience.sources import Rollouts
+from ratchet.experience.tasks import TaskStream
+from ratchet.interfaces import Step
+from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.testing.conformance import check_source
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, FakeSource
+from ratchet.types import Failed, Message, Sampling, Scored, Truncated
+
+EOS = 99
+
+
+class Digits:
+    def prompt(self, messages):
+        return [int(c) for m in messages for c in m.text]
+
+    def extend(self, sampled, messages, *, history):
+        return []
+
+    def parse(self, tokens, stop):
+        return Message("assistant", "".join(str(t) for t in tokens if t != EOS))
+
+
+def manager(*, script=None, answer=lambda tokens, sampling: [sampling.seed % 10, EOS], reward=None):
+    environment = FakeEnvironment(script)
+    player = Player(FakeGenerator(answer), Digits(), max_context=64)
+    return RolloutManager(player, lambda: copy.copy(environment), reward or FakeReward(lambda t, task: float(len(t))))
+
+
+def tasks(n):
+    environment = FakeEnvironment()
+    return [task for _, task in TaskStream(environment, seed=0).take(n)]
+
+
+SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=5)
+
+
+def test_attempts_are_in_order_and_each_has_its_own_seed():
+    (task,) = tasks(1)
+    group = asyncio.run(manager().group(task, SAMPLING, group_id="s/0", attempts=8))
+    assert [t.attempt for t in group.trajectories] == list(range(8))
+    assert group.task is task
+    assert all(t.outcome == Scored(3.0) for t in group.trajectories)
+    again = asyncio.run(manager().group(task, SAMPLING, group_id="s/0", attempts=8))
+    other = asyncio.run(manager().group(task, SAMPLING, group_id="s/1", attempts=8))
+    tokens = lambda g: [t.tokens.tolist() for t in g.trajectories]  # noqa: E731
+    assert tokens(group) == tokens(again)
+    assert tokens(group) != tokens(other), "another draw of the same task must not repeat its attempts"
+    assert len({tuple(t) for t in tokens(group)}) > 1, "attempts of one group must differ in seed"
+
+
+def test_one_environment_instance_never_serves_two_attempts_at_once():
+    playing = set()
+
+    class Alone(FakeEnvironment):
+        async def reset(self, task):
+            assert id(self) not in playing
+            playing.add(id(self))
+            await asyncio.sleep(0)
+            return await super().reset(task)
+
+        async def step(self, message):
+            await asyncio.sleep(0)
+            playing.remove(id(self))
+            return Step(done=True)
+
+    environment = Alone()
+    player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), Digits(), max_context=64)
+    made = RolloutManager(player, lambda: copy.copy(environment), FakeReward(lambda t, task: 1.0))
+    jobs = [(f"g/{i}", task) for i, task in enumerate(tasks(3))]
+    for _ in range(2):
+        groups = asyncio.run(made.groups(jobs, SAMPLING, attempts=4))
+        assert [g.id for g in groups] == ["g/0", "g/1", "g/2"]
+        assert all(isinstance(t.outcome, Scored) for g in groups for t in g.trajectories)
+
+
+def test_a_failed_attempt_is_not_judged_and_its_neighbours_are():
+    def fails_on_even(task, message):
+        if int(message.text) % 2 == 0:
+            raise RuntimeError("even")
+        return Step(done=True)
+
+    seen = []
+    reward = FakeReward(lambda t, task: seen.append(t) or 1.0)
+    (task,) = tasks(1)
+    group = asyncio.run(manager(script=fails_on_even, reward=reward).group(task, SAMPLING, group_id="g", attempts=12))
+    failed = [t for t in group.trajectories if isinstance(t.outcome, Failed)]
+    assert 0 < len(failed) < 12
+    assert len(seen) == 12 - len(failed)
+
+
+def test_turn_rewards_add_to_the_judged_one_and_stand_alone_without_a_reward():
+    (task,) = tasks(1)
+    gives = lambda task, message: Step(reward=0.25, done=True)  # noqa: E731
+    group = asyncio.run(
+        manager(script=gives, reward=FakeReward(lambda t, task: 1.0)).group(task, SAMPLING, group_id="g", attempts=1)
+    )
+    assert group.trajectories[0].outcome == Scored(1.25, {"environment": 0.25})
+    player = manager().player
+    alone = RolloutManager(player, lambda: FakeEnvironment(gives), None)
+    group = asyncio.run(alone.group(task, SAMPLING, group_id="g", attempts=1))
+    assert group.trajectories[0].outcome == Scored(0.25)
+
+
+def test_rollouts_conform_to_the_source_protocol():
+    source = Rollouts(TaskStream(FakeEnvironment(), seed=1), "s", manager(), sampling=SAMPLING, seed=3, group_size=2)
+    asyncio.run(check_source(source))
+    asyncio.run(check_source(FakeSource([make_group("x", [make_trajectory([1], [2], reward=0.0)])])))
+
+
+def test_a_stream_of_few_examples_visits_each_once_an_epoch_in_another_order():
+    stream = TaskStream(FakeEnvironment(), seed=0, examples=4)
+    epochs = [[task.id for _, task in stream.take(4)] for _ in range(6)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    stream.seek(6)
+    assert [task.id for _, task in stream.take(2)] == epochs[1][2:]
+
+
+def test_a_step_that_mostly_fails_stops_the_run_and_shows_why():
+    broken = make_trajectory([1], [2], outcome=Failed("environment", "Traceback: the server is down"))
+    good = make_trajectory([1], [2], reward=1.0)
+    half = FakeSource([make_group("g", [broken, good])])
+    assert len(asyncio.run(Batcher(half, groups_per_step=2).next(0))) == 2
+    mostly = FakeSource([make_group("g", [broken, broken, good])])
+    with pytest.raises(
+        TrainingError, match=r"step 4: 4 of 6 attempts failed \(limit 50%\); the first: environment\n.*server is down"
+    ):
+        asyncio.run(Batcher(mostly, groups_per_step=2).next(4))
+
+
+def test_measures_by_hand():
+    groups = [
+        make_group("a", [make_trajectory([1, 2], [3], reward=1.0), make_trajectory([1, 2], [4, 5, 6], reward=0.0)]),
+        make_group("b", [make_trajectory([1], [], outcome=Truncated(0.5)), make_trajectory([1], [2], outcome=Failed("env"))]),
+    ]
+    numbers = measure_groups(groups)
+    assert numbers["reward"] == pytest.approx(0.5)
+    assert numbers["tokens"] == 3 + 5 + 1 + 2
+    assert numbers["trained_tokens"] == 4
+    assert numbers["generated_tokens"] == 5
+    assert numbers["length_max"] == 3
+    assert numbers["truncated_share"] == numbers["failed_share"] == 0.25
+    assert numbers["failed/env"] == 1
+    assert numbers["no_signal_share"] == 0.5

@@ -1,0 +1,248 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.config import GRPOConfig, SFTConfig
+from ratchet.algorithms.grpo import build_grpo
+from ratchet.algorithms.losses import entropy_bonus, nll
+from ratchet.algorithms.sft import build_sft
+from ratchet.algorithms.weightings import token_mean
+from ratchet.config.schema import OptimizerConfig
+from ratchet.data.packing import pack
+from ratchet.errors import TrainingError
+from ratchet.learners.config import LocalConfig
+from ratchet.learners.local import LocalLearner
+from ratchet.models.config import DecoderConfig
+from ratchet.models.heads import ScalarHead
+from ratchet.models.policy import DecoderPolicy
+from ratchet.models.decoder import Decoder
+from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.testing.conformance import check_learner
+
+VOCAB = 23
+
+
+def model(seed=0, dtype=torch.float64):
+    config = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 24, init_std=0.3)
+    return DecoderPolicy(Decoder(config).init_weights(seed).to(dtype))
+
+
+def groups(seed=0, n=5, attempts=3, longest=6):
+    """Ragged: an empty completion, a lone token, equal rewards in one group."""
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda low, high, size=(): torch.randint(low, high, size, generator=rng)  # noqa: E731
+    made = []
+    for g in range(n):
+        prompt = draw(0, VOCAB, (int(draw(1, 4)),)).tolist()
+        rows = []
+        for a in range(attempts):
+            length = int(draw(0, longest)) if (g, a) != (0, 0) else 0
+            reward = 1.0 if g == 1 else float(draw(0, 2))
+            completion = draw(0, VOCAB, (length,)).tolist()
+            rows.append(make_trajectory(prompt, completion, reward=reward, attempt=a, temperature=0.5 + 0.5 * (g % 2)))
+        made.append(make_group(f"g{g}", rows))
+    return made
+
+
+def learner(config=None, *, net=None, optimizer=None, **options):
+    optimizer = optimizer or OptimizerConfig(lr=1e-2, max_grad_norm=None)
+    return LocalLearner(config or LocalConfig(), net or model(), optimizer=optimizer, total_steps=10, **options)
+
+
+def prepared(algorithm, made=None):
+    batch = algorithm.advantage(pack(made or groups()), AlgoState())
+    batch = batch.fill_tokens(ref_logprobs=torch.full((batch.n_tokens,), -2.0, dtype=torch.float64) * batch.trainable_T)
+    return algorithm.weigh(batch), next(iter(algorithm.losses.values()))
+
+
+def gradient(made, batch, terms):
+    sums = made._accumulate(batch, terms)
+    return torch.cat([p.grad.flatten() for p in made.model.parameters()]), sums
+
+
+ALGORITHMS = {
+    "sft": build_sft(SFTConfig()),
+    "grpo": build_grpo(GRPOConfig(group_size=3, kl_coef=0.1, entropy_coef=0.01)),
+    "dr_grpo": build_grpo(GRPOConfig(group_size=3, advantage_scale="none", weighting="fixed_length", fixed_length=6)),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("tokens", [1, 7, 20])
+def test_gradient_and_metrics_do_not_depend_on_the_micro_batches(name, tokens):
+    batch, terms = prepared(ALGORITHMS[name])
+    whole, sums = gradient(learner(LocalConfig(micro_batch_tokens=10_000)), batch, terms)
+    split, split_sums = gradient(learner(LocalConfig(micro_batch_tokens=tokens)), batch, terms)
+    assert whole.abs().max() > 0
+    torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-13)
+    for key in sums:
+        torch.testing.assert_close(split_sums[key], sums[key], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradient_does_not_depend_on_order_or_head_chunks(name):
+    made = groups()
+    batch, terms = prepared(ALGORITHMS[name], made)
+    shuffled = [made[i] for i in (3, 0, 4, 2, 1)]
+    other, _ = prepared(ALGORITHMS[name], shuffled)
+    whole, _ = gradient(learner(), batch, terms)
+    reordered, _ = gradient(learner(), other, terms)
+    torch.testing.assert_close(reordered, whole, rtol=1e-10, atol=1e-13)
+
+
+def test_chunks_of_the_head_change_nothing(monkeypatch):
+    batch, terms = prepared(ALGORITHMS["grpo"])
+    whole, _ = gradient(learner(), batch, terms)
+    monkeypatch.setattr("ratchet.learners.local.rows_per_chunk", lambda *_: 3)
+    chunked, _ = gradient(learner(), batch, terms)
+    torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_checkpointing_changes_nothing():
+    batch, terms = prepared(ALGORITHMS["grpo"])
+    whole, _ = gradient(learner(), batch, terms)
+    again, _ = gradient(learner(LocalConfig(activation_checkpointing=True)), batch, terms)
+    torch.testing.assert_close(again, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_scores_are_logprobs_of_each_sequence_alone_under_its_temperature():
+    net, made = model(), groups()
+    batch = pack(made)
+    columns = asyncio.run(learner(LocalConfig(micro_batch_tokens=9), net=net).score(batch, ["logprobs", "entropy"]))
+    start = 0
+    for trajectory in (t for group in made for t in group.trajectories):
+        tokens = torch.from_numpy(trajectory.tokens)
+        with torch.no_grad():
+            hidden = net.hidden(tokens, torch.arange(len(tokens)), [len(tokens)])
+            table = (hidden.double() @ net.decoder.head_weight.T / trajectory.temperature).log_softmax(-1)
+        for t in range(len(tokens)):
+            trains = bool(trajectory.trainable[t])
+            logprob = table[t - 1, tokens[t]] if trains else torch.zeros(())
+            entropy = -(table[t - 1].exp() * table[t - 1]).sum() if trains else torch.zeros(())
+            assert float(columns["logprobs"][start + t]) == pytest.approx(float(logprob), abs=1e-12)
+            assert float(columns["entropy"][start + t]) == pytest.approx(float(entropy), abs=1e-12)
+        start += len(tokens)
+
+
+def test_greedy_rows_are_scored_under_temperature_one():
+    one, zero = (pack([make_group("g", [make_trajectory([1, 2], [3, 4], reward=0.0, temperature=t)])]) for t in (1.0, 0.0))
+    scored = [asyncio.run(learner().score(batch, ["logprobs"]))["logprobs"] for batch in (one, zero)]
+    assert torch.equal(*scored)
+
+
+def test_values_and_scores_read_the_states_they_should():
+    net, batch = model(), pack(groups())
+    head = ScalarHead(16).double()
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(1))
+    columns = asyncio.run(learner(net=net, head=head).score(batch, ["values", "scores"]))
+    with torch.no_grad():
+        scalars = head(net.hidden(batch.tokens_T, batch.positions_T, batch.lengths_S.tolist()))
+    for t in range(batch.n_tokens):
+        expected = float(scalars[t - 1]) if batch.trainable_T[t] else 0.0
+        assert float(columns["values"][t]) == pytest.approx(expected, abs=1e-12)
+    last = batch.starts_S + batch.lengths_S - 1
+    torch.testing.assert_close(columns["scores"], scalars[last], rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_update_is_adamw_by_hand():
+    """Step one of AdamW moves every coordinate by lr * g / (|g| + eps), after weight decay on matrices."""
+    batch, terms = prepared(ALGORITHMS["sft"])
+    made = learner(optimizer=OptimizerConfig(lr=0.01, eps=1e-8, weight_decay=0.1, max_grad_norm=None, warmup_steps=2))
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    made._accumulate(batch, terms)
+    grads = {name: p.grad.clone() for name, p in made.model.named_parameters()}
+    made.optimizer.zero_grad()
+    metrics = asyncio.run(made.update(batch, terms))
+    assert metrics["lr"] == pytest.approx(0.005)
+    for name, p in made.model.named_parameters():
+        decayed = before[name] * (1 - 0.005 * (0.1 if p.dim() >= 2 else 0.0))
+        expected = decayed - 0.005 * grads[name] / (grads[name].abs() + 1e-8)
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_clipping_scales_the_whole_gradient():
+    batch, terms = prepared(ALGORITHMS["sft"])
+    made = learner(optimizer=OptimizerConfig(lr=0.01, max_grad_norm=0.5))
+    seen = {}
+    step = made.optimizer.step
+    made.optimizer.step = lambda: (
+        seen.update(norm=torch.cat([p.grad.flatten() for p in made.model.parameters()]).norm()) or step()
+    )
+    metrics = asyncio.run(made.update(batch, terms))
+    assert metrics["grad_norm"] > 0.5
+    assert float(seen["norm"]) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_step_without_weight_is_skipped_and_said():
+    algorithm = ALGORITHMS["grpo"]
+    silent = [make_group("g", [make_trajectory([1], [], reward=1.0), make_trajectory([1], [], reward=0.0)])]
+    batch, terms = prepared(algorithm, silent)
+    made = learner()
+    before = [p.detach().clone() for p in made.model.parameters()]
+    metrics = asyncio.run(made.update(batch, terms))
+    assert metrics["skipped_empty"] == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
+
+
+def test_all_equal_rewards_give_no_gradient():
+    equal = [make_group("g", [make_trajectory([1], [2, 3], reward=0.1, attempt=i) for i in range(3)])]
+    batch, terms = prepared(build_grpo(GRPOConfig(group_size=3)), equal)
+    found, _ = gradient(learner(), batch, terms)
+    assert not found.any()
+
+
+def test_non_finite_steps_change_nothing_and_stop_the_run_in_the_end():
+    batch, terms = prepared(ALGORITHMS["grpo"])
+    poisoned = batch.fill_tokens(advantages=torch.where(batch.trainable_T, torch.inf, 0.0).double())
+    made = learner(LocalConfig(max_bad_steps=3))
+    before = [p.detach().clone() for p in made.model.parameters()]
+    for _ in range(2):
+        assert asyncio.run(made.update(poisoned, terms))["skipped_nonfinite"] == 1.0
+    assert asyncio.run(made.update(batch, terms))["skipped_nonfinite"] == 0.0  # a good one in between resets the count
+    after = [p.detach().clone() for p in made.model.parameters()]
+    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for _ in range(2):
+        asyncio.run(made.update(poisoned, terms))
+    with pytest.raises(TrainingError, match="3 optimizer steps in a row were not finite"):
+        asyncio.run(made.update(poisoned, terms))
+    assert all(torch.equal(a, b) for a, b in zip(after, made.model.parameters(), strict=True))
+
+
+def test_with_one_update_a_batch_old_logprobs_are_the_updates_own():
+    """The dropped pass and the explicit one give the same gradient."""
+    batch, terms = prepared(ALGORITHMS["grpo"])
+    made = learner()
+    scored = asyncio.run(made.score(batch, ["logprobs"]))["logprobs"]
+    own, _ = gradient(made, batch, terms)
+    explicit, _ = gradient(learner(), batch.fill_tokens(old_logprobs=scored), terms)
+    torch.testing.assert_close(explicit, own, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_conformance(name, tmp_path):
+    algorithm = ALGORITHMS[name]
+    batch, terms = prepared(algorithm)
+    make = lambda: learner(net=model(dtype=torch.float32), optimizer=OptimizerConfig(lr=1e-2))  # noqa: E731
+    asyncio.run(check_learner(make, batch, terms, tmp_path / "state"))
+
+
+def test_a_frozen_role_scores_and_has_no_optimizer():
+    frozen = LocalLearner(LocalConfig(), model())
+    batch = pack(groups())
+    assert asyncio.run(frozen.score(batch, ["logprobs"]))["logprobs"].shape == (batch.n_tokens,)
+    algorithm = Algorithm("x", {"policy": (Term("nll", nll, token_mean),)}, source="rows")
+    with pytest.raises(AssertionError, match="frozen"):
+        asyncio.run(frozen.update(algorithm.weigh(batch), algorithm.losses["policy"]))
+
+
+def test_entropy_alone_needs_no_logprobs():
+    algorithm = Algorithm(
+        "x", {"policy": (Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"})),)}, source="rows"
+    )
+    batch = algorithm.weigh(pack(groups()))
+    before = asyncio.run(learner().update(batch, algorithm.losses["policy"]))
+    assert 0 < before["entropy/entropy"] < 3.2  # ln 23 = 3.135
+    assert replace(algorithm, minibatches=2).updates_per_batch == 2
