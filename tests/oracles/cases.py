@@ -1,0 +1,152 @@
+"""Random ragged batches (hypothesis), and the same rows as the product's groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from oracles.ragged import Ragged, Row, flat, in_order
+from torch import Tensor
+
+from ratchet.batch import Batch
+from ratchet.interfaces import Outputs
+from ratchet.types import Cancelled, Failed, Group, Message, Outcome, Owner, Scored, Task, Trajectory, Truncated, Turn
+
+VOCAB = 5
+# Rewards collide often (equal rewards must give exactly 0), and some are not dyadic (0.1 + 0.1 + 0.1 != 0.3).
+REWARDS = st.sampled_from([0.0, 1.0, -1.0, 0.1, 0.3, 0.7, 2.5])
+LOGPROBS = st.floats(-4.0, -0.01)
+SHIFTS = st.one_of(st.just(0.0), st.floats(-1.5, 1.5))  # live - old: inside the clip range, outside, and exactly on-policy
+
+
+@st.composite
+def _endings(draw: st.DrawFn) -> tuple[str, float | None]:
+    ending = draw(st.sampled_from([*["scored"] * 4, "truncated", "unjudged", "failed", "cancelled"]))
+    if ending == "scored":
+        return ending, draw(REWARDS)
+    return ending, draw(st.none() | REWARDS) if ending == "truncated" else None
+
+
+@st.composite
+def _masks(draw: st.DrawFn) -> list[bool]:
+    """A prompt, then turns: policy spans that train, with environment spans between them. Possibly no trained token."""
+    spans = [[False] * draw(st.integers(1, 2))]
+    for trains in draw(st.lists(st.booleans(), max_size=3)):
+        spans.append([trains] * draw(st.integers(1, 3)))
+    return [m for span in spans for m in span]
+
+
+@st.composite
+def _row(draw: st.DrawFn, group: str, attempt: int, ending: str, reward: float | None, use: str) -> Row:
+    trained = draw(_masks())
+    n = len(trained)
+    row = Row(group, attempt, draw(st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n)), trained, ending, reward, use)
+    live = [draw(LOGPROBS) if m else 0.0 for m in row.mask]
+    old = [lp - draw(SHIFTS) if m else 0.0 for m, lp in zip(row.mask, live, strict=True)]
+    entropy = [draw(st.floats(0.0, 1.6)) if m else 0.0 for m in row.mask]
+    return replace(row, logprobs=live, old_logprobs=old, entropy=entropy)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn, max_groups: int = 4) -> list[Row]:
+    """Groups of 1 to 4 attempts of 1 to 2 rows each, in any state that an attempt can end in; some are baselines."""
+    rows: list[Row] = []
+    for g in range(draw(st.integers(1, max_groups))):
+        for attempt in draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)):
+            ending, reward = draw(_endings())
+            use = draw(st.sampled_from(["train"] * 5 + ["baseline"]))
+            for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+                rows.append(draw(_row(f"g{g}", attempt, ending, reward, use)))
+    return rows
+
+
+@st.composite
+def supervised(draw: st.DrawFn) -> list[Row]:
+    """Rows of given text: groups of one, nothing judged."""
+    uses = draw(st.lists(st.sampled_from(["train", "train", "train", "reference"]), min_size=1, max_size=6))
+    return [draw(_row(f"g{g}", 0, "unjudged", None, use)) for g, use in enumerate(uses)]
+
+
+def outcome(row: Row) -> Outcome | None:
+    if row.ending == "unjudged":
+        return None
+    if row.ending == "scored":
+        assert row.reward is not None
+        return Scored(row.reward)
+    if row.ending == "truncated":
+        return Truncated(row.reward)
+    return Failed("sandbox") if row.ending == "failed" else Cancelled("slow")
+
+
+def trajectory(row: Row) -> Trajectory:
+    """Every trained span is one policy turn; what follows the first span and does not train is the environment's."""
+    n = len(row.tokens)
+    trained = np.array(row.trained, dtype=np.bool_)
+    edges = [t for t in range(1, n + 1) if t == n or row.trained[t] != row.trained[t - 1]]
+    spans = list(zip([0, *edges], edges, strict=False))
+    turns = tuple(Turn(start, end) for start, end in spans if row.trained[start])
+    owner = np.where(trained, Owner.POLICY, Owner.ENVIRONMENT)
+    owner[: edges[0]] = Owner.POLICY if row.trained[0] else Owner.PROMPT
+    return Trajectory(
+        tokens=np.array(row.tokens, dtype=np.int64),
+        owner=owner.astype(np.int8),
+        trainable=trained,
+        rollout_logprobs=np.where(trained, -1.0, 0.0).astype(np.float32),
+        versions=np.where(trained, 0, -1).astype(np.int32),
+        attempt=row.attempt,
+        use=row.use,  # pyright: ignore[reportArgumentType]
+        turns=turns,
+        outcome=outcome(row),
+    )
+
+
+def groups(rows: list[Row]) -> list[Group]:
+    """The rows as groups, in order of appearance. Rows of a group must be adjacent, for the packed order to be theirs."""
+    ids = in_order(rows)
+    assert [row.group for row in rows] == sorted((row.group for row in rows), key=ids.index), "groups are not adjacent"
+    task = Task("same prompt", (Message("user", "same prompt"),))  # equal prompts: groups are told apart by id alone
+    return [Group(g, task, tuple(trajectory(row) for row in rows if row.group == g)) for g in ids]
+
+
+def kept(rows: list[Row], column: list) -> list:
+    """The entries of a column for the rows that are in the batch."""
+    return [x for row, x in zip(rows, column, strict=True) if row.counts]
+
+
+def column(ragged: Ragged) -> Tensor:
+    """A ragged column as the packed [T], float64."""
+    return torch.tensor(flat(ragged), dtype=torch.float64)
+
+
+def leaf(ragged: Ragged) -> Tensor:
+    return column(ragged).requires_grad_()
+
+
+def outputs(batch: Batch, logprobs: Tensor, rows: list[Row], entropy: Tensor | None = None) -> Outputs:
+    """What a learner would hand to a term: live logprobs, and the rows' own old ones."""
+    old = column([row.old_logprobs for row in rows])
+    return Outputs(sequence_sum=batch.sequence_sum, logprobs=logprobs, old_logprobs=old, entropy=entropy)
+
+
+def gradient(loss: Tensor, of: Tensor) -> Tensor:
+    """d loss / d of; zeros where the loss does not depend on it."""
+    if not loss.requires_grad:
+        return torch.zeros_like(of)
+    (found,) = torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True)
+    return torch.zeros_like(of) if found is None else found
+
+
+def bigram(table: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """(logprobs [T], entropy [T]) of `categorical.bigram_logprobs`'s model under autograd; 0 where a token does not train."""
+    log_p = torch.log_softmax(table, dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    zero = table.new_zeros(())
+    logprobs, entropies = [], []
+    for row in rows:
+        for t, trains in enumerate(row.mask):
+            before = row.tokens[t - 1]
+            logprobs.append(log_p[before, row.tokens[t]] if trains else zero)
+            entropies.append(entropy[before] if trains else zero)
+    return torch.stack(logprobs), torch.stack(entropies)
