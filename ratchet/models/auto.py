@@ -143,11 +143,12 @@ class TransformersPolicy(PolicyModel):
                 ours = self.logits(self._run(tokens, torch.arange(7, device=tokens.device)))
             except (AttributeError, TypeError, RuntimeError) as error:
                 raise ModelError(f"{type(self.model).__name__} can't be split into a backbone and a head: {error}") from None
-        if not _close(ours, own):
+        if not _close(ours, own, self.model.dtype):
             raise ModelError(f"{type(self.model).__name__}: logits aren't a function of its backbone's hidden states alone")
 
     def _keeps_sequences_apart(self) -> bool:
-        """Packed equals separate, and another neighbour changes nothing at all, not even in the last bit."""
+        """Packed equals separate, and another neighbour changes nothing beyond rounding (which experts that are shared by
+        all tokens of a forward bring even where nothing leaks)."""
         rows = [self._probe_tokens(n) for n in PROBE_LENGTHS]
         other = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
         positions = torch.cat([torch.arange(n, device=rows[0].device) for n in PROBE_LENGTHS])
@@ -156,7 +157,7 @@ class TransformersPolicy(PolicyModel):
         with torch.no_grad():
             packed, perturbed = (self._run(torch.cat(tokens), positions) for tokens in (rows, other))
             separate = torch.cat([self._run(row, torch.arange(len(row), device=row.device)) for row in rows])
-        return torch.equal(packed[kept], perturbed[kept]) and _close(packed, separate)
+        return _close(perturbed[kept], packed[kept], self.model.dtype) and _close(packed, separate, self.model.dtype)
 
     def _probe_tokens(self, n: int) -> Tensor:
         return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
@@ -240,7 +241,7 @@ def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Modul
     return clone
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to the rounding of their dtype, on the scale of the largest entry."""
-    tolerance = 1e-4 if min(a.dtype.itemsize, b.dtype.itemsize) >= 4 else 5e-2
+def _close(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Equal up to a few roundings of a model in `dtype`, on the scale of the largest entry. What leaks moves it far more."""
+    tolerance = 1e-5 if dtype.itemsize >= 4 else 3e-2
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
