@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from ratchet.algorithms.base import AlgoState, Algorithm
+from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.evals.accuracy import Evaluator
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.measure import measure_groups
@@ -22,7 +23,7 @@ class StopRequest:
     """Set by a signal handler; the loop ends after the step in progress, which is saved."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None
+        self.signal: signal.Signals | None = None
 
 
 @dataclass
@@ -32,13 +33,14 @@ class Progress:
     seconds: float = 0.0  # training alone: evaluation and saving are not counted
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
-    last_eval: dict[str, float] = field(default_factory=dict)
+    accuracy_before: float | None = None
+    accuracy: float | None = None  # the latest
 
 
 @dataclass
 class Run:
-    """first_step, last_step: this stage's range [first, last) of the whole run's step numbers. observers: called with every
-    step's metrics. save: writes a checkpoint that says so many steps are done."""
+    """first_step, last_step: the range [first, last) that is left, in step numbers of the whole run. observers: called with
+    every step's metrics. save: writes a checkpoint that says so many steps are done."""
 
     name: str
     algorithm: Algorithm
@@ -59,9 +61,12 @@ class Run:
     measured: dict[str, float] = field(default_factory=dict)
     _step_started: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.origin = self.done = self.first_step
+
     def steps(self) -> Iterator[int]:
         for step in range(self.first_step, self.last_step):
-            if self.stop.reason:
+            if self.stop.signal:
                 return
             self.measured = {}
             self._step_started = time.monotonic()
@@ -84,13 +89,13 @@ class Run:
         self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
         self.metrics.add("rollout", numbers)
         self.metrics.add("time", {"step_s": seconds, "tokens_per_s": numbers["tokens"] / seconds})
-        done = step + 1
-        if self._due(done, self.evaluate_every):
+        self.done = done = step + 1
+        if self._due(done, self.evaluate_every) or done == self.last_step:
             await self.evaluate()
         flushed = self.metrics.flush(done)
         for observe in self.observers:
             observe(done, flushed)
-        if self.save is not None and (self._due(done, self.save_every) or self.stop.reason or done == self.last_step):
+        if self.save is not None and (self._due(done, self.save_every) or self.stop.signal or done == self.last_step):
             await self.save(done)
 
     async def evaluate(self) -> dict[str, float]:
@@ -99,8 +104,8 @@ class Run:
             return {}
         numbers = (await self.evaluator.run()).numbers()
         self.metrics.add("eval", numbers)
-        self.progress.last_eval = numbers
+        self.progress.accuracy = numbers["greedy"]
         return numbers
 
     def _due(self, done: int, every: int) -> bool:
-        return every > 0 and done % every == 0
+        return every > 0 and (done - self.origin) % every == 0

@@ -14,8 +14,8 @@ class AlgorithmConfig(Section):
 
     source: ClassVar[Literal["rows", "rollouts"]]
 
-    minibatches: int = Field(1, ge=1, description="Optimizer steps that a batch is split into, by whole groups.")
-    epochs: int = Field(1, ge=1, description="Times that a batch is gone through.")
+    minibatches: int = Field(default=1, ge=1, description="Optimizer steps that a batch is split into, by whole groups.")
+    epochs: int = Field(default=1, ge=1, description="Times that a batch is gone through.")
 
 
 class SFTConfig(AlgorithmConfig):
@@ -25,9 +25,11 @@ class SFTConfig(AlgorithmConfig):
     source: ClassVar[Literal["rows", "rollouts"]] = "rows"
 
     kind: Literal["sft"] = "sft"
-    train: Literal["all", "last"] = Field("all", description="Assistant messages that train: every one, or the last alone.")
+    train: Literal["all", "last"] = Field(
+        default="all", description="Assistant messages that train: every one, or the last alone."
+    )
     weighting: Literal["token_mean", "sequence_mean"] = Field(
-        "token_mean", description="What weighs the same within an optimizer step: each token, or each row."
+        default="token_mean", description="What weighs the same within an optimizer step: each token, or each row."
     )
 
 
@@ -38,34 +40,40 @@ class GRPOConfig(AlgorithmConfig):
     source: ClassVar[Literal["rows", "rollouts"]] = "rollouts"
 
     kind: Literal["grpo"] = "grpo"
-    group_size: int = Field(8, ge=1, description="Attempts at each prompt; their mean reward is the baseline.")
+    group_size: int = Field(default=8, ge=1, description="Attempts at each prompt; their mean reward is the baseline.")
     advantage_scale: Literal["std", "none"] = Field(
-        "std", description='Divide a group\'s advantages by the standard deviation of its rewards; "none": Dr. GRPO.'
+        default="std", description='Divide a group\'s advantages by the standard deviation of its rewards; "none": Dr. GRPO.'
     )
-    std_epsilon: float = Field(1e-6, gt=0, description="Added to that standard deviation.")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The probability ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="The probability ratio is clipped above 1 + clip_high.")
+    std_epsilon: float = Field(default=1e-6, gt=0, description="Added to that standard deviation.")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="The probability ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0, description="The probability ratio is clipped above 1 + clip_high.")
     dual_clip: float | None = Field(
-        None, gt=1, description="Bounds the loss of a negative advantage by this factor (arXiv:1912.09729); null: no bound."
+        default=None,
+        gt=1,
+        description="Bounds the loss of a negative advantage by this factor (arXiv:1912.09729); null: no bound.",
     )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the penalty for leaving the model that the stage starts from.")
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the penalty for leaving the model that the stage starts from."
+    )
     kl_objective: Literal["reverse", "forward"] = Field(
-        "reverse", description="KL(policy || reference), or KL(reference || policy)."
+        default="reverse", description="KL(policy || reference), or KL(reference || policy)."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="http://joschu.net/blog/kl-approx.html")
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the reward for entropy (nats a token).")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="http://joschu.net/blog/kl-approx.html")
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the reward for entropy (nats a token).")
     weighting: Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_length"] = Field(
-        "token_mean",
-        description="What weighs the same within an optimizer step: each token (DAPO), each answer (GRPO), each prompt, or each "
-        "token over a fixed total (Dr. GRPO).",
+        default="token_mean",
+        description="What weighs the same within an optimizer step: each token (DAPO), each answer (GRPO), each prompt, or "
+        "each token over a fixed total (Dr. GRPO).",
     )
-    fixed_length: int | None = Field(None, ge=1, description="Tokens that weighting fixed_length divides by, per answer.")
+    fixed_length: int | None = Field(
+        default=None, ge=1, description="Tokens that weighting fixed_length divides by, per answer."
+    )
 
     @model_validator(mode="after")
     def _keys_agree(self) -> GRPOConfig:
         if self.group_size == 1:
             raise ValueError(
-                "group_size=1 leaves no other attempt for the group's baseline, so that every advantage is 0: set group_size=2 or more"
+                "group_size=1 leaves the group's baseline no other attempt and every advantage is 0: set group_size=2 or more"
             )
         if self.weighting == "fixed_length" and self.fixed_length is None:
             raise ValueError("weighting=fixed_length needs fixed_length: set it to the stage's sampling.max_new_tokens")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ratchet.batch import Batch
+from ratchet.errors import ConfigError
 from ratchet.interfaces import Outputs
 
 Metrics = dict[str, Tensor]
@@ -57,7 +58,10 @@ def kl_penalty(
     gives 0 and the *forward* KL; so the importance ratio w = policy/old multiplies them, with its gradient for reverse k1
     and k3 (the score function then acts), detached for k2 and for forward k3, whose own derivatives are already right.
     The value is an unbiased estimate of the named KL for reverse k1 and k3; for k2 and for forward k3 only the gradient is.
+    Raises ConfigError for forward k1 and k2, whose gradients are those of no forward KL.
     """
+    if objective == "forward" and estimator != "k3":
+        raise ConfigError(f"objective=forward has no estimator {estimator}: use k3")
     logprobs_T = out.need("logprobs")
     d_T = logprobs_T - batch.need("ref_logprobs")
     ratio_T = (logprobs_T - out.need("old_logprobs")).exp()

@@ -96,7 +96,7 @@ class LocalLearner:
         )
         self.steps_taken += 1
         metrics: dict[str, float] = {"lr": schedule.lr * factor, "skipped_empty": 0.0, "skipped_nonfinite": 0.0}
-        if all(not bool(mini.weights[term.name].values.any()) for term in terms):
+        if not _counts(mini, terms):
             return {**metrics, "skipped_empty": 1.0}
         sums = self._accumulate(mini, terms)
         parameters = [parameter for _, parameter in self._named_parameters()]
@@ -121,6 +121,8 @@ class LocalLearner:
         sums: dict[str, Tensor] = {}
         for rows in self._plan(mini):
             micro = mini.take(rows).to(self.device, self.dtype)
+            if not _counts(micro, terms):
+                continue
             out = self._outputs(micro, needs)
             total = torch.zeros((), dtype=self.dtype, device=self.device)
             for term in terms:
@@ -189,6 +191,11 @@ class LocalLearner:
                 parameter.copy_(state["parameters"][name])
         if self.optimizer is not None:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
+
+
+def _counts(batch: Batch, terms: Sequence[LossTerm]) -> bool:
+    """Whether any row weighs anything in any term: the others add nothing to losses, gradients or metrics."""
+    return any(bool(batch.weights[term.name].values.any()) for term in terms)
 
 
 def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:

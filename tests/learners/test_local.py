@@ -178,7 +178,7 @@ def test_clipping_scales_the_whole_gradient():
 
 def test_a_step_without_weight_is_skipped_and_said():
     algorithm = ALGORITHMS["grpo"]
-    silent = [make_group("g", [make_trajectory([1], [], reward=1.0), make_trajectory([1], [], reward=0.0)])]
+    silent = [make_group("g", [make_trajectory([1], [], reward=float(i), attempt=i) for i in range(2)])]
     batch, terms = prepared(algorithm, silent)
     made = learner()
     before = [p.detach().clone() for p in made.model.parameters()]

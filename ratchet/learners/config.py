@@ -1,0 +1,28 @@
+"""Configuration of the learners. Free of torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ratchet.config.base import Section
+
+
+class LocalConfig(Section):
+    """The learner of one process, on one device."""
+
+    builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
+
+    kind: Literal["local"] = "local"
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Tokens of one forward and backward; more memory, not another result. A longer sequence goes alone.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward: about a third more time for much less memory."
+    )
+    logprob_chunk_mib: int = Field(
+        default=256, ge=1, description="Logits that exist at a time, in MiB; the rest is recomputed."
+    )
+    max_bad_steps: int = Field(default=3, ge=1, description="Non-finite optimizer steps in a row after which training stops.")

@@ -1,0 +1,50 @@
+"""`ratchet chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from ratchet.build import Policy
+from ratchet.errors import DataError
+from ratchet.experience.seeds import seed_for
+from ratchet.tools.target import open_target
+from ratchet.types import Message, Sampling
+
+
+def chat_with(path: Path, *, prompts: Sequence[str], temperature: float, max_new_tokens: int, seed: int) -> None:
+    """Answers each of `prompts` in one conversation; without any, asks the terminal until it has no more to say."""
+    console = Console()
+    policy = open_target(path).policy
+    sampling = policy.ends(Sampling(temperature=temperature, max_new_tokens=max_new_tokens))
+    messages: list[Message] = []
+    for turn, text in enumerate(prompts or _asked(console)):
+        question = Message("user", text)
+        try:
+            answer = asyncio.run(_answer(policy, [*messages, question], replace(sampling, seed=seed_for(seed, turn))))
+        except DataError as error:  # such as a character that the tokenizer does not know: ask again
+            console.print(f"{error}", style="red", markup=False)
+            continue
+        messages += [question, answer]
+        console.print(answer.text, markup=False, highlight=False)
+
+
+async def _answer(policy: Policy, messages: Sequence[Message], sampling: Sampling) -> Message:
+    completion = await policy.generator.generate(policy.renderer.prompt(messages), sampling)
+    return policy.renderer.parse(completion.tokens.tolist(), completion.stop)
+
+
+def _asked(console: Console) -> Iterator[str]:
+    console.print("An empty line or Ctrl-D ends the chat.", style="dim")
+    while True:
+        try:
+            text = console.input("> ")
+        except EOFError:
+            return
+        if not text:
+            return
+        yield text

@@ -1,0 +1,47 @@
+"""What `ratchet eval` and `ratchet chat` are pointed at: a run directory, or a Hugging Face model directory (or hub id)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ratchet.build import Policy, build_policy, freeze
+from ratchet.config.loader import load_config
+from ratchet.config.schema import ModelConfig, RunConfig
+from ratchet.data.tokenizer import load_tokenizer
+from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.models.load import load_policy
+
+MODEL = "model"  # where a run leaves its trained model, as a Hugging Face directory
+
+
+@dataclass(frozen=True)
+class Target:
+    """config: of the run, or of the recipe given beside a bare model; None without either."""
+
+    policy: Policy
+    config: RunConfig | None
+
+
+def open_target(path: Path, recipe: Path | None = None) -> Target:
+    """Raises RunDirectoryError for a run that has no finished model yet."""
+    own = path / "config.yaml"
+    if not own.is_file():
+        config = None if recipe is None else freeze(load_config(recipe))
+        template = None if config is None else config.tokenizer.template
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return Target(Policy.of(load_policy(str(path), device=device), load_tokenizer(str(path)), template=template), config)
+    if not (path / MODEL).is_dir():
+        raise RunDirectoryError(f"{path} has no finished model yet: go on with `ratchet train --resume {path}`")
+    config = load_config(own)
+    trained = config.model_copy(update={"model": ModelConfig(path=str(path / MODEL), dtype=config.model.dtype)})
+    policy = build_policy(trained)
+    return Target(policy, config if recipe is None else freeze(load_config(recipe)))
+
+
+def require_config(target: Target) -> RunConfig:
+    if target.config is None:
+        raise ConfigError("a model directory says nothing about tasks: add --recipe RECIPE, whose environment to evaluate on")
+    return target.config

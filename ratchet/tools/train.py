@@ -1,0 +1,226 @@
+"""`ratchet train`: all stages of a recipe in one run directory, interrupted and resumed as often as need be."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+import torch
+from rich.console import Console
+
+from ratchet.algorithms.base import AlgoState
+from ratchet.build import Policy, build_policy, build_run, freeze
+from ratchet.checkpoint.rundir import RunDirectory
+from ratchet.checkpoint.store import Checkpoint, CheckpointStore
+from ratchet.config.loader import dump_config, load_config
+from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.errors import RunDirectoryError
+from ratchet.loop import train
+from ratchet.observe.curve import write_curve
+from ratchet.observe.log import log_to
+from ratchet.observe.progress import show_progress
+from ratchet.observe.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
+from ratchet.observe.summary import RunSummary, StageSummary
+from ratchet.run import Progress, Run, StopRequest
+from ratchet.tools.target import MODEL
+
+log = logging.getLogger("ratchet.train")
+
+
+def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, command: str) -> int:
+    """Trains by a recipe in a fresh directory. Returns the exit status: 0, or 128 + the signal that stopped it."""
+    config = freeze(load_config(recipe, overrides))
+    path = run_dir or (Path(config.run_dir) if config.run_dir else _numbered(Path("runs") / config.name))
+    directory = RunDirectory(path)
+    if directory.used:
+        raise RunDirectoryError(f"{path} holds a run: continue it with --resume {path}, or choose another --run-dir")
+    with directory.locked():
+        directory.settle(plain(config))
+        return _run(Session(config, directory, command))
+
+
+def resume_run(path: Path, *, command: str) -> int:
+    """Continues the run in `path` from its newest whole checkpoint; of a finished run, only the summary is shown again."""
+    directory = RunDirectory(path)
+    if not directory.used:
+        raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
+    with directory.locked():
+        return _run(Session(load_config(directory.config), directory, command))
+
+
+def _run(session: Session) -> int:
+    try:
+        return asyncio.run(session.run())
+    except KeyboardInterrupt:  # the second signal: at once, without saving
+        return 128 + signal.SIGINT
+
+
+def _numbered(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3`, ...: a new run never writes into an old one."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+@contextmanager
+def stops_on_signals() -> Iterator[StopRequest]:
+    """The first SIGINT or SIGTERM asks the loop to finish its step and save; a second one ends the process at once."""
+    stop = StopRequest()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.signal is not None:
+            raise KeyboardInterrupt
+        stop.signal = signal.Signals(number)
+        log.warning("%s: finishing this step, then saving; once more to stop at once", stop.signal.name)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Session:
+    """One process's share of a run: it picks up where the checkpoints end, and goes on to the last stage or to a signal."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, command: str) -> None:
+        self.config, self.directory, self.command = config, directory, command
+        self.console = Console()
+        self.store = CheckpointStore(directory.checkpoints, keep=max(stage.checkpoint.keep for stage in config.stages))
+        self.summaries: list[StageSummary] = []  # of finished stages
+        self.sinks = Sinks([])
+
+    async def run(self) -> int:
+        torch.set_num_threads(int(self.config.threads))
+        checkpoint = self.store.latest()
+        with log_to(self.directory.log, console=self.console), stops_on_signals() as stop:
+            log.info("%s", self.command)
+            if checkpoint is not None:
+                log.info("continuing after step %d", checkpoint.step)
+                self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
+            self.sinks = self._open_sinks(-1 if checkpoint is None else checkpoint.step)
+            try:
+                policy = build_policy(self.config)
+                for index in range(len(self.summaries), len(self.config.stages)):
+                    await self._stage(index, policy, stop, checkpoint)
+                    if stop.signal is not None:
+                        self.console.print(
+                            f"Stopped. Continue with: ratchet train --resume {self.directory.path}", markup=False
+                        )
+                        return 128 + stop.signal
+                    checkpoint = None  # the stages after it start from the model in memory
+                self._finish(policy)
+            finally:
+                self.sinks.close()
+        return 0
+
+    def _open_sinks(self, keep_through: int) -> Sinks:
+        sinks: list[Sink] = [JsonlSink(self.directory.metrics, keep_through=keep_through)]
+        if self.config.logging.tensorboard:
+            sinks.append(TensorBoardSink(self.directory.tensorboard, keep_through=keep_through))
+        return Sinks(sinks)
+
+    async def _stage(self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> None:
+        run = build_run(self.config, index, policy, stop=stop)
+        saver = Saver(self.store, run, self.summaries)
+        run.save = saver.save
+        if checkpoint is not None:
+            await saver.restore(checkpoint)
+        else:
+            await self._measure_start(index, run)
+        mode = self.config.logging.progress
+        with show_progress(
+            run.name, first_step=run.first_step, last_step=run.last_step, mode=mode, console=self.console
+        ) as show:
+            run.observers = (self.sinks.write, show)
+            await train(run)
+        if stop.signal is not None:
+            if saver.saved < run.done:  # the signal came after the step had been saved, or not
+                await saver.save(run.done)
+            return
+        self.summaries.append(_summary(run))
+
+    async def _measure_start(self, index: int, run: Run) -> None:
+        """Accuracy before the stage: what the stage before it reached, if that was measured in the same way."""
+        if index and _measured_alike(self.config.stages[index - 1], self.config.stages[index]):
+            run.progress.accuracy_before = self.summaries[-1].accuracy_after
+            return
+        numbers = await run.evaluate()
+        run.progress.accuracy_before = numbers.get("greedy")
+        if index == 0:  # the curve begins here; later stages begin at a step that has its line
+            self.sinks.write(0, run.metrics.flush(0))
+
+    def _finish(self, policy: Policy) -> None:
+        model = self.directory.path / MODEL
+        policy.model.save(model)
+        policy.tokenizer.save(model)
+        config = self.config
+        summary = RunSummary(tuple(self.summaries), self.command, config.seed, int(config.threads), config.device)
+        summary.write(self.directory.summary)
+        self.console.print(summary.table())
+        rows = [("run", self.directory.path), ("model", model), ("summary", self.directory.summary)]
+        if write_curve(self.directory.metrics, self.directory.curve):
+            rows.append(("curve", self.directory.curve))
+        for name, path in rows:
+            self.console.print(f"{name:8} {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+class Saver:
+    """Writes and reads the checkpoints of one stage: every role's state, the position in the data, and what was measured."""
+
+    def __init__(self, store: CheckpointStore, run: Run, summaries: Sequence[StageSummary]) -> None:
+        self.store, self.run, self.summaries = store, run, summaries
+        self.saved = run.first_step
+
+    async def save(self, done: int) -> None:
+        run = self.run
+        meta = {
+            "summaries": [asdict(summary) for summary in self.summaries],
+            "progress": asdict(run.progress),
+            "state": asdict(run.state),
+            "source": await run.batcher.source.snapshot(),
+        }
+
+        def write(directory: Path) -> None:
+            for role, learner in run.roles.items():
+                learner.save(directory / role)
+
+        self.store.save(done, write, meta)
+        self.saved = done
+
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        run, meta = self.run, checkpoint.meta
+        for role, learner in run.roles.items():
+            learner.load(checkpoint.path / role)
+        await run.batcher.source.restore(meta["source"])
+        run.progress, run.state = Progress(**meta["progress"]), AlgoState(**meta["state"])
+        run.first_step = run.done = self.saved = checkpoint.step
+        await run.link.push(version=checkpoint.step)
+
+
+def _measured_alike(a: StageConfig, b: StageConfig) -> bool:
+    keys = ("environment", "yardstick", "evaluation", "sampling")
+    return all(getattr(a, key) == getattr(b, key) for key in keys)
+
+
+def _summary(run: Run) -> StageSummary:
+    progress = run.progress
+    return StageSummary(
+        name=run.name,
+        algorithm=run.algorithm.name,
+        steps=run.done - run.origin,
+        seconds=progress.seconds,
+        accuracy_before=progress.accuracy_before,
+        accuracy_after=progress.accuracy,
+        trained_tokens=progress.trained_tokens,
+        generated_tokens=progress.generated_tokens,
+    )
