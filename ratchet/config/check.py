@@ -1,0 +1,101 @@
+"""What a recipe works out to, in numbers."""
+
+from __future__ import annotations
+
+from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.config.validate import context_of
+
+ROW = "{:<14}{}"
+
+
+def describe(config: RunConfig) -> str:
+    """The batch arithmetic of every stage, as text of a few lines each."""
+    model = config.model
+    source = f"preset {model.preset}, random weights" if model.preset else f"{model.path}"
+    context = context_of(model)
+    head = [
+        ROW.format("run", f"{config.name}, seed {config.seed}, device {config.device}"),
+        ROW.format("model", source + (f", context {_count(context, 'token')}" if context else "")),
+        ROW.format("tokenizer", _kind(config.tokenizer)),
+    ]
+    total = sum(stage.steps for stage in config.stages)
+    blocks = ["\n".join(head)]
+    first = 0
+    for index, stage in enumerate(config.stages):
+        place = f"stage {index + 1} of {len(config.stages)}: {stage.name}"
+        blocks.append("\n".join([f"{place} (steps {first + 1} to {first + stage.steps} of {total})", *_stage(stage, first)]))
+        first += stage.steps
+    return "\n\n".join(blocks)
+
+
+def _stage(stage: StageConfig, first: int) -> list[str]:
+    rows = [
+        ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
+        ("rewards", ", ".join(_kind(reward) for reward in stage.rewards) or "the environment's own"),
+        ("batch", _batch(stage)),
+        ("updates", _updates(stage)),
+        ("data", _data(stage)),
+        ("evaluation", _evaluation(stage, first)),
+        ("checkpoints", _checkpoints(stage, first)),
+    ]
+    if stage.source == "rows":
+        rows = [row for row in rows if row[0] != "rewards"]
+    return ["  " + ROW.format(name, text) for name, text in rows]
+
+
+def _batch(stage: StageConfig) -> str:
+    if stage.source == "rows":
+        return f"{_count(stage.batch_size, 'row')} a step"
+    trajectories = stage.batch_size * stage.attempts
+    new = trajectories * stage.sampling.max_new_tokens
+    drawn = f"{_count(stage.batch_size, 'prompt')} x {_count(stage.attempts, 'attempt')}"
+    return (
+        f"{drawn} = {_count(trajectories, 'trajectory')} a step, "
+        f"at most {_count(new, 'new token')} ({stage.sampling.max_new_tokens} each)"
+    )
+
+
+def _updates(stage: StageConfig) -> str:
+    per_batch = stage.minibatches * stage.epochs
+    low, extra = divmod(stage.batch_size, stage.minibatches)
+    size = f"{low} to {low + 1} groups" if extra else _count(low, "group")
+    return (
+        f"{_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, {_count(stage.epochs, 'epoch')}), "
+        f"{_count(stage.optimizer_steps, 'optimizer step')} in all, {stage.optimizer.warmup_steps} of them warm-up"
+    )
+
+
+def _data(stage: StageConfig) -> str:
+    drawn = stage.steps * stage.batch_size
+    if stage.examples is None:
+        return f"{_count(drawn, 'task')} drawn"
+    return f"{_count(drawn, 'task')} drawn from {stage.examples:,}: {drawn / stage.examples:.3g} times each"
+
+
+def _evaluation(stage: StageConfig, first: int) -> str:
+    settings = stage.evaluation
+    if not settings.tasks:
+        return "none"
+    attempts = settings.tasks * (1 + settings.samples)
+    sampled = f" and {settings.samples} sampled" if settings.samples else ""
+    each = f"{_count(attempts, 'attempt')} each ({_count(settings.tasks, 'task')}, 1 greedy{sampled})"
+    times = 2 + _marks(stage, first, settings.every)  # before the first step, after the last, and between
+    return f"{times} times, {each}"
+
+
+def _checkpoints(stage: StageConfig, first: int) -> str:
+    return f"{1 + _marks(stage, first, stage.checkpoint.every)} written, the newest {stage.checkpoint.keep} kept"
+
+
+def _marks(stage: StageConfig, first: int, every: int) -> int:
+    """Multiples of `every` among the run's step numbers that this stage completes, its last one left out."""
+    return (first + stage.steps - 1) // every - first // every if every else 0
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun if number == 1 else f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {plural}"
+
+
+def _kind(section: object) -> str:
+    return str(getattr(section, "kind", ""))

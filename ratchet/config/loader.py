@@ -1,0 +1,123 @@
+"""From a recipe file to a `RunConfig`, and back.
+
+A recipe is shorter than what it resolves to: whatever can stand in a stage can stand at the top as the default of all
+stages; without `stages` there is one. `extends: other.yaml` (relative to the file) starts from another recipe, all but its
+`name`; overrides (`a.b.c=value`, the value in YAML) come last. Stages are addressed by name or position: `stages.grpo.steps`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ratchet.config.merge import as_layer, expand, lay
+from ratchet.config.problems import REDACTED, Problem, explain, is_secret, locate, report
+from ratchet.config.schema import RunConfig
+from ratchet.config.tree import COMMAND_LINE, Node, Origin, read_file, read_text, write_text
+from ratchet.config.validate import conflicts
+from ratchet.errors import ConfigError
+
+EXTENDS = "extends"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The resolved and checked configuration of a recipe. Raises ConfigError with everything that is wrong with it."""
+    problems: list[Problem] = []
+    root = _read(Path(path), problems, chain=())
+    if overrides:
+        root = lay(root, _overrides(overrides, problems), problems)
+    if "name" not in root.value:
+        stem = re.sub(r"[^\w.+-]+", "-", Path(path).stem).lstrip("_.+-") or "run"
+        root.value["name"] = Node(stem, root.origin.below("name"))
+    return _build(expand(root, problems), problems)
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML that loads to an equal object. Values of secret keys (`api_key`, `password`, ...) are left out."""
+    return write_text(plain(config))
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """The same as plain values."""
+    return _tidy(config.model_dump(mode="json"))
+
+
+def _build(tree: Node, problems: Sequence[Problem]) -> RunConfig:
+    try:
+        config = RunConfig.model_validate(tree.plain())
+    except ValidationError as error:
+        known = {problem.origin for problem in problems}
+        raise report([*problems, *(p for p in explain(error, tree, RunConfig) if p.origin not in known)]) from None
+    found = list(problems)
+    for conflict in conflicts(config):
+        located = [locate(tree, key) for key in conflict.keys]
+        # The first of the keys that somebody wrote; the others may be defaults.
+        node, left = next(((node, left) for node, left in located if not left), located[0])
+        origin = node.origin
+        for key in left:
+            origin = origin.below(key)
+        found.append(Problem(origin, conflict.message))
+    if found:
+        raise report(found)
+    return config
+
+
+def _read(path: Path, problems: list[Problem], chain: tuple[Path, ...]) -> Node:
+    """A recipe over all that it extends."""
+    resolved = path.resolve()
+    if resolved in chain:
+        names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
+        raise ConfigError(f"recipes extend each other in a circle: {names}")
+    root, duplicates = read_file(path)
+    problems += duplicates
+    extends = root.value.pop(EXTENDS, None)
+    if extends is None:
+        return root
+    if not isinstance(extends.value, str):
+        raise ConfigError(f"{extends.origin}: extends must be the path of one recipe, relative to this file")
+    try:
+        base = _read(path.parent / extends.value, problems, (*chain, resolved))
+    except ConfigError as error:
+        raise ConfigError(f"{extends.origin}: extends: {error}") from error
+    base.value.pop("name", None)  # a variant is another run
+    return replace(lay(base, root, problems), origin=root.origin)
+
+
+def _overrides(texts: Sequence[str], problems: list[Problem]) -> Node:
+    parsed: dict[tuple[str, ...], Node] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        keys = tuple(path.strip().split("."))
+        if not equals or not all(keys):
+            raise ConfigError(f"{COMMAND_LINE}: override '{text}' is not of the form a.b.c=value")
+        if keys == (EXTENDS,):
+            raise ConfigError(f"{COMMAND_LINE}: extends can't be overridden: start from the other recipe")
+        node, duplicates = read_text(value, COMMAND_LINE, ".".join(keys))
+        problems += duplicates
+        parsed.pop(keys, None)  # the last one of a key counts, and comes last
+        parsed[keys] = _without_lines(node)
+    return as_layer(parsed, Node({}, Origin(COMMAND_LINE, None, "")), problems)
+
+
+def _without_lines(node: Node) -> Node:
+    value: Any = node.value
+    if isinstance(value, dict):
+        value = {key: _without_lines(child) for key, child in value.items()}
+    elif isinstance(value, list):
+        value = [_without_lines(child) for child in value]
+    return Node(value, replace(node.origin, line=None))
+
+
+def _tidy(value: Any) -> Any:
+    """`kind` first, secrets redacted."""
+    if isinstance(value, Mapping):
+        ordered = sorted(value.items(), key=lambda item: item[0] != "kind")
+        return {k: REDACTED if is_secret(k) and v is not None else _tidy(v) for k, v in ordered}
+    if isinstance(value, list):
+        return [_tidy(item) for item in value]
+    return value

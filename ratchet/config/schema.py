@@ -1,0 +1,183 @@
+"""The sections of a recipe. Defaults stand here and nowhere else.
+
+A `RunConfig` is resolved: each of its stages is complete. What a user writes is shorter, see `ratchet.config.loader`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, SerializeAsAny
+
+from ratchet.config.base import Section
+from ratchet.config.kinds import Slot, resolve
+
+
+def _like(pattern: str, wanted: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(f"{text!r} must be {wanted}")
+        return text
+
+    return AfterValidator(check)
+
+
+Device = Annotated[str, _like(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
+RunName = Annotated[str, _like(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory")]
+StageName = Annotated[str, _like(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")]
+
+
+class ModelConfig(Section):
+    """What is trained: a preset with random weights, or the model in a directory or on the hub."""
+
+    preset: str | None = Field(default=None, description="Shape of a model that starts from random weights.")
+    path: str | None = Field(default=None, description="Directory or hub id of a model to start from.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    backend: Literal["auto", "ratchet", "transformers"] = Field(
+        default="auto", description="Whose code runs it: Ratchet's own decoder where it can (auto), or that of transformers."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="Of the weights.")
+    overrides: dict[str, Any] = Field(default_factory=dict, description="Fields of the preset's shape to change.")
+    trust_remote_code: bool = Field(default=False, description="Let transformers run code that comes with the model.")
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = Field(default=True, description="Write tensorboard/ beside metrics.jsonl.")
+    progress: Literal["auto", "rich", "plain", "off"] = Field(
+        default="auto", description="Progress on the terminal; auto: rich where it is one, else plain lines."
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs."""
+
+    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), description="Decay of the running mean and of the running square of gradients."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the running square.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled, on matrices only.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm; null: never.")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps in which the rate rises to lr.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="The rate after the warm-up.")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Rate at the end of a linear or cosine schedule, over lr.")
+
+
+class SamplingConfig(Section):
+    """How attempts are drawn. Filters act after the temperature."""
+
+    temperature: float = Field(default=1.0, ge=0, description="0 is greedy; training needs more than 0.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Smallest set of tokens of this mass; 1: off.")
+    top_k: int = Field(default=0, ge=0, description="So many likeliest tokens; 0: off.")
+    min_p: float = Field(default=0.0, ge=0, lt=1, description="Tokens of at least this share of the top one's mass; 0: off.")
+    max_new_tokens: int = Field(default=256, ge=1, description="Tokens of one completion, its end included.")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Strings that end a completion.")
+
+
+class EvaluationConfig(Section):
+    """Accuracy on held-out tasks, before and after each stage."""
+
+    every: int = Field(default=0, ge=0, description="Also after every so many steps; 0: only before and after the stage.")
+    tasks: int = Field(default=512, ge=0, description="Held-out tasks; 0: no evaluation at all.")
+    samples: int = Field(default=0, ge=0, description="Sampled attempts a task beside the greedy one.")
+    temperature: float | None = Field(default=None, gt=0, description="Of the sampled attempts; null: as in sampling.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="Tokens of one completion; null: as in sampling.")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=50, ge=0, description="Steps between checkpoints; 0: only at the end of the stage.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
+
+
+def _default(slot: str, kind: str) -> Any:
+    return lambda: resolve(slot, {"kind": kind})
+
+
+def own_rewards(environment: object) -> tuple[Section, ...]:
+    """What the environment says judges its answers; nothing where its steps give the rewards themselves."""
+    kind = getattr(environment, "default_reward", "")
+    return (resolve("rewards", {"kind": kind}),) if kind else ()
+
+
+def _rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
+    return own_rewards(fields.get("environment"))
+
+
+def _yardstick(fields: dict[str, Any]) -> tuple[Section, ...]:
+    return _rewards(fields) or fields.get("rewards", ())
+
+
+Chosen = SerializeAsAny[Section]
+Rewards = Annotated[tuple[Chosen, ...], Slot("rewards", many=True)]
+
+
+class StageConfig(Section):
+    """One algorithm for a number of steps. Every key can also stand at the top of a recipe, as the default of all stages."""
+
+    name: StageName = Field(description="By default the algorithm's kind.")
+    algorithm: Annotated[Chosen, Slot("algorithm")] = Field(description="What turns a batch into an update.")
+    environment: Annotated[Chosen, Slot("environment")] = Field(description="Where tasks and demonstrations come from.")
+    rewards: Rewards = Field(default_factory=_rewards, description="What judges attempts; by default as the environment says.")
+    yardstick: Rewards = Field(
+        default_factory=_yardstick,
+        description="What judges in evaluation; by default the environment's own reward, so that shaping can't move it.",
+    )
+    steps: int = Field(default=100, ge=1, description="Batches to train on.")
+    batch_size: int = Field(default=32, ge=1, description="Groups (prompts, rows or pairs) a step.")
+    examples: int | None = Field(default=None, ge=1, description="Distinct training tasks; null: no limit.")
+    sampling: SamplingConfig = SamplingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: Annotated[Chosen, Slot("learner")] = Field(default_factory=_default("learner", "local"))
+    generator: Annotated[Chosen, Slot("generator")] = Field(default_factory=_default("generator", "engine"))
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def source(self) -> str | None:
+        """ "rows" or "rollouts"; None where an algorithm of somebody else's doesn't say."""
+        return getattr(self.algorithm, "source", None)
+
+    @property
+    def attempts(self) -> int:
+        """Trajectories a group."""
+        return int(getattr(self.algorithm, "group_size", 1))
+
+    @property
+    def minibatches(self) -> int:
+        return int(getattr(self.algorithm, "minibatches", 1))
+
+    @property
+    def epochs(self) -> int:
+        return int(getattr(self.algorithm, "epochs", 1))
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.minibatches * self.epochs
+
+
+def _distinct_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
+    if not stages:
+        raise ValueError("is empty: remove it for a single stage, whose keys then stand at the top")
+    names = [stage.name for stage in stages]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"two stages are called '{repeated[0]}': give each a name of its own")
+    return stages
+
+
+class RunConfig(Section):
+    """A whole run, resolved."""
+
+    name: RunName = Field(default="run", description="By default the recipe's file name.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Of everything random.")
+    device: Device = Field(default="auto", description="auto: cuda where there is one, else cpu.")
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(default="auto", description="CPU threads of one operation.")
+    run_dir: str | None = Field(default=None, description="Where the run is written; null: runs/<name>. Never overwritten.")
+    model: ModelConfig = ModelConfig()
+    tokenizer: Annotated[Chosen, Slot("tokenizer")] = Field(default_factory=_default("tokenizer", "auto"))
+    logging: LoggingConfig = LoggingConfig()
+    stages: Annotated[tuple[StageConfig, ...], AfterValidator(_distinct_names)]
+
+
+STAGE_KEYS = tuple(key for key in StageConfig.model_fields if key != "name")

@@ -1,0 +1,218 @@
+"""Checks across keys: what each section alone can't see. Each names the keys that clash, and the smallest fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
+
+from ratchet.config.problems import unlike
+from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """`keys`: where it can be mended, the likeliest first."""
+
+    keys: tuple[Key, ...]
+    message: str
+
+
+def conflicts(config: RunConfig) -> Iterator[Conflict]:
+    yield from _model(config)
+    yield from _one_generator(config)
+    for index, stage in enumerate(config.stages):
+        for check in STAGE_CHECKS:
+            for found in check(stage, config):
+                yield Conflict(tuple(("stages", index, *key) for key in found.keys), found.message)
+
+
+def _clash(message: str, *keys: str) -> Conflict:
+    return Conflict(tuple(tuple(key.split(".")) for key in keys), message)
+
+
+# --- the model
+
+
+def _model(config: RunConfig) -> Iterator[Conflict]:
+    model = config.model
+    if model.preset is None and model.path is None:
+        yield _clash("neither model.preset nor model.path is set: set model.preset (say tiny) or model.path", "model")
+    elif model.preset is not None and model.path is not None:
+        yield _clash(
+            f"model.preset={model.preset} and model.path={model.path} both say which model: remove one", "model.preset"
+        )
+    elif model.preset is not None:
+        yield from _preset(config, model, model.preset)
+    elif model.overrides:
+        yield _clash("model.overrides changes a preset, and model.path brings its own shape: remove it", "model.overrides")
+    if model.trust_remote_code and model.backend == "ratchet":
+        yield _clash(
+            "model.trust_remote_code is read by transformers alone: remove it, or set model.backend=auto",
+            "model.trust_remote_code",
+        )
+
+
+def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Conflict]:
+    known = presets()
+    if name not in known:
+        yield _clash(f"there is no preset '{name}'{unlike(name, known)}", "model.preset")
+    shape = shape_fields()
+    for key in model.overrides:
+        if key not in shape:
+            yield _clash(f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}")
+    if model.revision is not None:
+        yield _clash("model.revision belongs to model.path, not to a preset: remove it", "model.revision")
+    if model.backend == "transformers":
+        yield _clash("model.backend=transformers can't make a model.preset: set model.backend=auto", "model.backend")
+    tokenizer: Any = config.tokenizer
+    if tokenizer.kind == "auto" and tokenizer.path is None:
+        yield _clash(
+            "tokenizer.kind=auto reads the model's tokenizer, and a model.preset has none: "
+            "set tokenizer.kind=characters, bytes or byte_bpe, or tokenizer.path",
+            "tokenizer.kind",
+            "tokenizer",
+        )
+
+
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    # By name: models lie above configuration, and their shapes are free of torch.
+    return import_module("ratchet.models.presets").PRESETS
+
+
+def shape_fields() -> dict[str, Any]:
+    """Fields of a decoder's shape, with their defaults."""
+    return {field.name: field.default for field in fields(import_module("ratchet.models.config").DecoderConfig)}
+
+
+def context_of(model: ModelConfig) -> int | None:
+    """The model's context in tokens, where the recipe alone tells."""
+    shape = presets().get(model.preset or "")
+    if shape is None:
+        return None
+    context = {"max_positions": shape_fields()["max_positions"], **shape, **model.overrides}["max_positions"]
+    return context if isinstance(context, int) else None
+
+
+def _one_generator(config: RunConfig) -> Iterator[Conflict]:
+    first = config.stages[0]
+    for index, stage in enumerate(config.stages):
+        if stage.generator != first.generator:
+            yield Conflict(
+                (("stages", index, "generator"),),
+                f"stages {first.name} and {stage.name} differ in generator, and one serves the whole run: set it at the top",
+            )
+
+
+# --- one stage
+
+
+def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.batch_size < stage.minibatches:
+        yield _clash(
+            f"batch_size={stage.batch_size} groups can't be split into algorithm.minibatches={stage.minibatches}: "
+            f"set algorithm.minibatches to {stage.batch_size} or less",
+            "algorithm.minibatches",
+            "batch_size",
+        )
+
+
+def _schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    optimizer = stage.optimizer
+    if optimizer.warmup_steps > stage.optimizer_steps:
+        yield _clash(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than the stage's {stage.optimizer_steps} optimizer steps "
+            f"(steps={stage.steps} x minibatches={stage.minibatches} x epochs={stage.epochs}): lower it",
+            "optimizer.warmup_steps",
+            "steps",
+        )
+    if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
+        yield _clash(
+            f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with optimizer.schedule=constant: "
+            "set optimizer.schedule=linear or cosine, or remove it",
+            "optimizer.min_lr_ratio",
+        )
+
+
+def _sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.source != "rollouts":
+        return
+    sampling = stage.sampling
+    if sampling.temperature == 0:
+        yield _clash(
+            f"sampling.temperature=0 makes the {stage.attempts} attempts of a group alike, so that algorithm "
+            f"{_kind(stage)} learns nothing: set it above 0 (evaluation has a greedy attempt anyway)",
+            "sampling.temperature",
+        )
+    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        value = getattr(sampling, key)
+        if value != off:
+            yield _clash(
+                f"sampling.{key}={value:g} cuts tokens from the distribution that algorithm {_kind(stage)} trains on; that "
+                f"needs a rollout correction, which it doesn't have: set sampling.{key}={off:g}",
+                f"sampling.{key}",
+            )
+
+
+def _context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    context = context_of(config.model)
+    asked = {
+        "sampling.max_new_tokens": stage.sampling.max_new_tokens,
+        "evaluation.max_new_tokens": stage.evaluation.max_new_tokens or 0,
+    }
+    for key, tokens in asked.items():
+        if context is not None and tokens >= context:
+            yield _clash(
+                f"{key}={tokens} leaves no room for a prompt in the model's context of {context} tokens: "
+                "lower it, or raise model.overrides.max_positions",
+                key,
+            )
+
+
+def _evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    evaluation = stage.evaluation
+    for key in ("every", "samples"):
+        value = getattr(evaluation, key)
+        if value and not evaluation.tasks:
+            yield _clash(
+                f"evaluation.{key}={value} with evaluation.tasks=0 evaluates nothing: "
+                f"set evaluation.tasks, or remove evaluation.{key}",
+                f"evaluation.{key}",
+                "evaluation.tasks",
+            )
+    if evaluation.samples and evaluation.temperature is None and stage.sampling.temperature == 0:
+        yield _clash(
+            f"evaluation.samples={evaluation.samples} at sampling.temperature=0 are all alike: set evaluation.temperature",
+            "evaluation.samples",
+            "sampling.temperature",
+        )
+
+
+def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """A rows algorithm judges nothing; but as a default that rollouts of another stage read, rewards are in order."""
+    expected = stage.rewards == own_rewards(stage.environment)
+    shared = any(other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages)
+    evaluated = stage.evaluation.tasks > 0 and stage.yardstick == stage.rewards
+    if stage.source == "rows" and stage.rewards and not (expected or shared or evaluated):
+        yield _clash(
+            f"rewards judge attempts, and algorithm {_kind(stage)} makes none: remove rewards, "
+            "or set yardstick if they are meant for evaluation",
+            "rewards",
+        )
+
+
+def _kind(stage: StageConfig) -> str:
+    return getattr(stage.algorithm, "kind", "")
+
+
+STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
+    _batch,
+    _schedule,
+    _sampling,
+    _context,
+    _evaluation,
+    _rewards,
+)
