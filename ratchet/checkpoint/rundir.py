@@ -1,0 +1,149 @@
+"""The directory that a run lives in: where its files lie, who may write there, and which recipe it belongs to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ratchet.errors import RunDirectoryError
+from ratchet.observe.files import replace_text
+
+MAX_NAMED = 8  # differing keys that a message lists
+
+
+class RunDirectory:
+    """The layout alone: making one touches nothing, so that it serves readers too. A run writes inside `locked()`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"  # resolved: what resume and replay read
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.steps = path / "steps"  # the recorder's
+        self.checkpoints = path / "checkpoints"
+        self.log = path / "run.log"
+        self.summary = path / "summary.json"
+        self.curve = path / "curve.svg"
+        self._lock = path / ".lock"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Creates the directory, and holds it for this process alone inside the block.
+
+        The lock is the operating system's, on a file that says who holds it: it ends with the process however that ends,
+        so what a killed run left is simply taken over. Raises RunDirectoryError when the directory can't be created or
+        written, or when another run is in it.
+        """
+        descriptor = self._open_lock()
+        try:
+            self._take_lock(descriptor)
+            try:
+                yield
+            finally:
+                os.ftruncate(descriptor, 0)  # not unlinked: another run may have just opened it
+        finally:
+            os.close(descriptor)
+
+    def settle(self, config: Mapping[str, Any]) -> None:
+        """Writes the resolved recipe (plain JSON-like values) into a new directory; in a used one, it must be the same.
+
+        Raises RunDirectoryError naming the keys that differ.
+        """
+        if not self.used:
+            text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+            try:
+                replace_text(self.config, text)
+            except OSError as error:
+                raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
+            return
+        changed = differences(self.read_config(), config)
+        if changed:
+            more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+            raise RunDirectoryError(
+                f"{self.path} belongs to a run with another recipe; different: {'; '.join(changed[:MAX_NAMED])}{more}. "
+                "Give this run another --run-dir, or resume with the same recipe"
+            )
+
+    @property
+    def used(self) -> bool:
+        """Whether a run has been here."""
+        return self.config.exists()
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved recipe. Raises RunDirectoryError where there is none, or it is damaged."""
+        try:
+            config = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RunDirectoryError(f"{self.path} holds no readable config.yaml, so it is no run directory: {error}") from error
+        if not isinstance(config, dict):
+            raise RunDirectoryError(f"{self.config} is no mapping of keys to values")
+        return config
+
+    def _open_lock(self) -> int:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the run directory {self.path} can't be used: {error}; choose another --run-dir"
+            ) from error
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            os.close(descriptor)
+            raise RunDirectoryError(f"the run directory {self.path} is read-only; choose another --run-dir")
+        return descriptor
+
+    def _take_lock(self, descriptor: int) -> None:
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(me).encode(), 0)
+        except BlockingIOError as error:
+            holder = _describe_holder(os.pread(descriptor, 4096, 0))
+            raise RunDirectoryError(
+                f"{self.path} is in use by {holder}: wait for it, end it, or choose another --run-dir"
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(f"{self.path} can't be locked: {error}; choose another --run-dir") from error
+
+
+def _describe_holder(content: bytes) -> str:
+    try:
+        holder = json.loads(content)
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (ValueError, KeyError, TypeError):  # it has the lock, and has not yet said who it is
+        return "another process"
+
+
+def differences(before: Any, now: Any, where: str = "") -> list[str]:
+    """The leaves in which two nested configurations differ, as `path: before -> now`."""
+    pairs: list[tuple[Any, Any, Any]]
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = dict.fromkeys([*before, *now])
+        pairs = [(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys]
+    elif _is_list(before) and _is_list(now) and len(before) == len(now):
+        pairs = [(index, *items) for index, items in enumerate(zip(before, now, strict=True))]
+    else:
+        return [] if before == now and type(before) is type(now) else [f"{where}: {before!r} -> {now!r}"]
+    return [line for key, a, b in pairs for line in differences(a, b, f"{where}.{key}" if where else str(key))]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()

@@ -1,0 +1,91 @@
+"""Named failpoints, so that tests can break a run at every place that matters, and not only at those that last long.
+
+`point("checkpoint.after_write")` does nothing until `arm` names it. A spec such as `checkpoint.after_write:3:kill` breaks the
+third passage; `record` lists the points that some code passes, so that a test can enumerate all of its crash points. The
+bottom layer: imports nothing of Ratchet, and never reads the environment (the command line does, and calls `arm`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class InjectedFault(RuntimeError):
+    """What the action `raise` raises: an error that no code expects."""
+
+
+def _kill(name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)  # as abrupt as the machine's own: nothing is flushed, no handler runs
+
+
+def _raise(name: str) -> None:
+    raise InjectedFault(f"injected at failpoint '{name}'")
+
+
+def _enospc(name: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+
+ACTIONS: dict[str, Callable[[str], None]] = {"kill": _kill, "raise": _raise, "enospc": _enospc}
+
+_listener: Callable[[str], None] | None = None
+
+
+def point(name: str) -> None:
+    """Marks a place where a test may break the process."""
+    if _listener is not None:
+        _listener(name)
+
+
+def arm(spec: str) -> None:
+    """Arms the failpoints of `spec`, instead of any armed before: `name[:n]:action`, several separated by commas.
+
+    n: at which passage, from 1 (the default). action: kill (SIGKILL), raise (InjectedFault) or enospc (OSError). Points are
+    not registered anywhere, so a name that no code passes has no effect. Raises ValueError for a malformed spec.
+    """
+    global _listener
+    plan: dict[tuple[str, int], Callable[[str], None]] = {}
+    for item in filter(None, (part.strip() for part in spec.split(","))):
+        name, passage, action = _parse(item)
+        plan[name, passage] = ACTIONS[action]
+    passages: Counter[str] = Counter()
+
+    def hit(name: str) -> None:
+        passages[name] += 1
+        if action := plan.get((name, passages[name])):
+            action(name)
+
+    _listener = hit if plan else None
+
+
+def disarm() -> None:
+    global _listener
+    _listener = None
+
+
+@contextmanager
+def record() -> Iterator[list[str]]:
+    """The points passed inside the block, in order; nothing is armed meanwhile."""
+    global _listener
+    passed: list[str] = []
+    before, _listener = _listener, passed.append
+    try:
+        yield passed
+    finally:
+        _listener = before
+
+
+def _parse(item: str) -> tuple[str, int, str]:
+    head, _, action = item.rpartition(":")
+    name, _, passage = head.partition(":")
+    passage = passage or "1"
+    if not name or action not in ACTIONS or not passage.isdecimal() or int(passage) < 1:
+        raise ValueError(
+            f"failpoint '{item}': write NAME:ACTION or NAME:N:ACTION, N from 1, ACTION one of {', '.join(ACTIONS)}"
+        )
+    return name, int(passage), action

@@ -1,0 +1,62 @@
+"""`run.log`: everything that Ratchet logs, one format, UTC; warnings go to the screen too."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+# Model text, environment errors and tracebacks end up in the log: what steers a terminal must not reach one through it.
+_INERT = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+class UtcFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.123Z WARNING ratchet.checkpoint.store: message`. Further lines of a record are indented, so that
+    what starts at the left margin is always a record; control characters are escaped."""
+
+    converter = time.gmtime
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).translate(_INERT).replace("\n", "\n    ")
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints on the console that also draws the progress, which therefore stays whole."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{record.levelname.lower()}: {record.getMessage()}".translate(_INERT)
+        self.console.print(Text(line, style="yellow" if record.levelno < logging.ERROR else "red"), soft_wrap=True)
+
+
+@contextmanager
+def log_to(path: Path, *, console: Console | None = None, level: int = logging.INFO) -> Iterator[None]:
+    """Inside the block, the loggers under `ratchet` append to `path`; warnings are shown on `console`. Raises OSError."""
+    to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    to_file.setFormatter(UtcFormatter())
+    handlers: list[logging.Handler] = [to_file]
+    if console is not None:
+        handlers.append(ConsoleHandler(console))
+    logger = logging.getLogger("ratchet")
+    before = logger.level
+    logger.setLevel(level)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,154 @@
+"""How far a stage has come: a live line on a terminal, one plain line every few steps elsewhere (a file, CI), or nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+Mode = Literal["auto", "live", "plain", "off"]
+Observer = Callable[[int, Mapping[str, float | None]], None]
+
+HEADLINES = ("rollout/reward", "policy/loss")  # the first that a step reports stands for how well it goes
+SPEED = "time/tokens_per_s"
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 24  # steps that the sparkline shows
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block a value, from the lowest to the highest of those given; all equal: the middle one."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if high == low:
+        return BARS[len(BARS) // 2] * len(values)
+    # Halved first: the range of two huge floats may itself overflow.
+    shares = [(value / 2 - low / 2) / (high / 2 - low / 2) for value in values]
+    return "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in shares)
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m05s`, `2h07m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+@dataclass
+class Track:
+    """What the line says. Steps are counted over the whole run; this stage does those after `first_step`, up to `last_step`."""
+
+    stage: str
+    first_step: int
+    last_step: int
+    clock: Callable[[], float] = time.monotonic
+    step: int = 0
+    headline: str = ""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WIDTH))
+    tokens_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.step = self.first_step
+        self._started = self.clock()
+
+    def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self.step = step
+        self.tokens_per_s = metrics.get(SPEED)
+        name = next((name for name in HEADLINES if name in metrics), "")
+        value = metrics.get(name)
+        if name != self.headline:
+            self.headline = name
+            self.recent.clear()
+        if value is not None and math.isfinite(value):
+            self.recent.append(value)
+
+    @property
+    def eta_s(self) -> float | None:
+        """At the mean pace so far, evaluation and saving included; None before the first step."""
+        done = self.step - self.first_step
+        return (self.clock() - self._started) / done * (self.last_step - self.step) if done else None
+
+    def headline_text(self, *, blocks: bool) -> str:
+        if not self.recent:
+            return ""
+        spark = f" {sparkline(self.recent)}" if blocks else ""
+        return f"{self.headline.rpartition('/')[2]}{spark} {self.recent[-1]:.3f}"
+
+    def pace_text(self) -> str:
+        speed = f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else ""
+        eta = f"ETA {duration(self.eta_s)}" if self.eta_s is not None and self.step < self.last_step else ""
+        return "  ".join(filter(None, (speed, eta)))
+
+
+class View(Protocol):
+    def show(self, track: Track) -> None: ...
+
+
+class PlainView:
+    """One line every `every` steps, and for the stage's last step."""
+
+    def __init__(self, console: Console, every: int) -> None:
+        self.console, self.every = console, every
+
+    def show(self, track: Track) -> None:
+        if track.step % self.every and track.step != track.last_step:
+            return
+        parts = (f"{track.stage} {track.step}/{track.last_step}", track.headline_text(blocks=False), track.pace_text())
+        self.console.print("  ".join(filter(None, parts)), markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveView:
+    def __init__(self, progress: Progress, track: Track) -> None:
+        self.progress = progress
+        self.blocks = (progress.console.encoding or "").lower().startswith("utf")
+        self.task = progress.add_task(track.stage, total=track.last_step, completed=track.step, headline="", pace="")
+
+    def show(self, track: Track) -> None:
+        headline = track.headline_text(blocks=self.blocks)
+        self.progress.update(self.task, completed=track.step, headline=headline, pace=track.pace_text(), refresh=True)
+
+
+@contextmanager
+def show_progress(
+    stage: str,
+    *,
+    first_step: int,
+    last_step: int,
+    mode: Mode = "auto",
+    every: int = 10,
+    console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Observer]:
+    """Gives an observer of steps that draws them. `auto`: live on a terminal, else plain.
+
+    first_step: steps done before (of earlier stages, or before a resume). every: steps between two plain lines.
+    """
+    console = console or Console()
+    track = Track(stage, first_step, last_step, clock)
+    if mode == "off":
+        yield track.observe
+    elif mode == "live" or (mode == "auto" and console.is_terminal):
+        columns = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
+        columns += [TextColumn("{task.fields[headline]}", markup=False), TextColumn("{task.fields[pace]}", markup=False)]
+        with Progress(*columns, console=console, auto_refresh=False) as progress:
+            yield _observer(track, LiveView(progress, track))
+    else:
+        yield _observer(track, PlainView(console, every))
+
+
+def _observer(track: Track, view: View) -> Observer:
+    def observe(step: int, metrics: Mapping[str, float | None]) -> None:
+        track.observe(step, metrics)
+        view.show(track)
+
+    return observe

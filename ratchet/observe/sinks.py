@@ -1,0 +1,140 @@
+"""Where the metrics of each step go. A sink must never cost a run: one that fails is dropped with one warning."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ratchet.observe.files import replace_text
+
+logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float | None]
+SINK_ERRORS = (OSError, RuntimeError, ValueError)
+
+
+class Sink(Protocol):
+    """Takes each step's metrics, None standing for a number that was not finite. A sink that can't write raises OSError
+    (an adapter of an outside service turns that service's own errors into it), RuntimeError or ValueError."""
+
+    def write(self, step: int, metrics: Metrics) -> None: ...
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """Several sinks as one: each is dropped, with one warning, the first time it fails; training goes on."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.write(step, metrics)
+            except SINK_ERRORS as error:
+                logger.warning("%s failed at step %d and is off from here on: %r", type(sink).__name__, step, error)
+                self._sinks.remove(sink)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except SINK_ERRORS as error:
+                logger.warning("%s did not close: %r", type(sink).__name__, error)
+        self._sinks = []
+
+
+class JsonlSink:
+    """`metrics.jsonl`: one line of strict JSON a step, `{"step": n, name: number or null, ...}`, in order.
+
+    keep_through: the step that the run resumes after. Lines of later steps, and one torn by a crash, are removed, so that
+    there is exactly one line a step. The default removes all. A line reaches the operating system whole or not at all:
+    it survives the process, though not a power cut.
+    """
+
+    def __init__(self, path: Path, *, keep_through: int = -1) -> None:
+        kept = [row for row in read_jsonl(path) if row["step"] <= keep_through]
+        replace_text(path, "".join(_line(row) for row in kept))
+        self._last = kept[-1]["step"] if kept else -1
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Raises ValueError for a step that is not after the last one, or a number that is not finite; OSError."""
+        if step <= self._last:
+            raise ValueError(f"step {step} after step {self._last}: a step has exactly one line")
+        line = _line({"step": step, **metrics}).encode()
+        end = os.fstat(self._descriptor).st_size
+        try:
+            written = os.write(self._descriptor, line)
+            if written < len(line):  # the disk filled up on the way
+                os.write(self._descriptor, line[written:])
+        except OSError:
+            os.ftruncate(self._descriptor, end)
+            raise
+        self._last = step
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl` in increasing order of steps, [] where there is none; damaged lines are left out."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line, parse_constant=_refuse)
+        except ValueError:  # torn by a crash, or not UTF-8
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and (not rows or row["step"] > rows[-1]["step"]):
+            rows.append(row)
+    return rows
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+class TensorBoardSink:
+    """Scalars as TensorBoard event files (float32 there), written at once by TensorBoard's own record writer.
+
+    Its `EventFileWriter` is not used: it imports TensorFlow where that is installed, and writes from a thread.
+    keep_through: the step that the run resumes after; what earlier files hold of later steps is purged on display.
+    """
+
+    def __init__(self, directory: Path, *, keep_through: int = -1) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        events: Any = event_pb2  # generated at import: a type checker sees empty modules
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
+        directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a directory in the order of their names: a counter orders them whatever the clock does.
+        count = sum(1 for _ in directory.glob("events.out.tfevents.*"))
+        name = f"events.out.tfevents.{count:010d}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((directory / name).open("xb"))
+        self._write(file_version="brain.Event:2")
+        self._write(step=keep_through + 1, session_log=events.SessionLog(status=events.SessionLog.START))
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None]
+        self._write(step=step, summary=self._summary(value=values))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._writer.flush()

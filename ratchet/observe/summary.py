@@ -1,0 +1,115 @@
+"""What a run achieved: `summary.json`, and the table of before and after."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ratchet.observe.files import replace_text
+from ratchet.observe.progress import duration
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Of what the result depends on, without importing any of it; None for a package that is not installed."""
+
+    def of(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    return {name: of(name) for name in ("ratchet", "torch", "transformers")} | {"python": platform.python_version()}
+
+
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """seconds: of training alone, without evaluation and saving. Accuracies: held-out, 0 to 1, None where nothing was
+    evaluated. trained_tokens had a loss, generated_tokens were sampled (0 in a supervised stage)."""
+
+    name: str
+    algorithm: str
+    steps: int
+    seconds: float
+    accuracy_before: float | None
+    accuracy_after: float | None
+    trained_tokens: float = 0.0
+    generated_tokens: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> dict[str, float | None]:
+        counts = {"trained": self.trained_tokens, "generated": self.generated_tokens}
+        return {kind: count / self.seconds if self.seconds > 0 else None for kind, count in counts.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "algorithm": self.algorithm,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "accuracy_before": _finite(self.accuracy_before),
+            "accuracy_after": _finite(self.accuracy_after),
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    stages: tuple[StageSummary, ...]
+    command: str
+    seed: int
+    threads: int
+    device: str
+    versions: Mapping[str, str | None] = field(default_factory=installed_versions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The schema of `summary.json`."""
+        return {
+            "stages": [stage.as_dict() for stage in self.stages],
+            "command": self.command,
+            "seed": self.seed,
+            "versions": dict(self.versions),
+            "threads": self.threads,
+            "device": self.device,
+        }
+
+    def write(self, path: Path) -> None:
+        """Replaces the file as a whole. Raises OSError."""
+        replace_text(path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
+
+    def table(self) -> Table:
+        table = Table(title="Held-out accuracy")
+        for heading in ("stage", "algorithm", "steps", "before", "after", "change", "training", "tokens/s"):
+            table.add_column(heading, justify="left" if heading in ("stage", "algorithm") else "right")
+        for stage in self.stages:
+            before, after = _finite(stage.accuracy_before), _finite(stage.accuracy_after)
+            change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "–"
+            speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
+            # Text, because a stage's name could hold what rich reads as markup.
+            table.add_row(
+                Text(stage.name),
+                Text(stage.algorithm),
+                str(stage.steps),
+                _percent(before),
+                _percent(after),
+                change,
+                duration(stage.seconds),
+                f"{speed:,.0f}" if speed is not None else "–",
+            )
+        return table
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _percent(value: float | None) -> str:
+    return f"{100 * value:.1f} %" if value is not None else "–"

@@ -1,0 +1,193 @@
+"""One run a directory, one recipe a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ratchet.checkpoint.rundir import RunDirectory, differences
+from ratchet.errors import RunDirectoryError
+
+CONFIG = {"seed": 7, "model": {"preset": "tiny", "dtype": "float32"}, "stages": [{"name": "sft", "lr": 1e-5}, {"name": "rl"}]}
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from ratchet.checkpoint.rundir import RunDirectory
+with RunDirectory(Path(sys.argv[1])).locked():
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    """Another process that holds the directory until its stdin is closed, or until it is killed."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert int(process.stdout.readline()) == process.pid
+    return process
+
+
+def test_making_one_touches_nothing(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    assert not run.used
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locked_creates_the_directory(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "a")
+    with run.locked():
+        assert run.path.is_dir()
+    with run.locked():  # and again, after it was released
+        pass
+
+
+def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    process = holder(tmp_path)
+    try:
+        with pytest.raises(RunDirectoryError, match=rf"process {process.pid} on {socket.gethostname()} since 20.*--run-dir"):
+            RunDirectory(tmp_path).locked().__enter__()
+    finally:
+        process.communicate("")
+    with RunDirectory(tmp_path).locked():
+        pass
+
+
+def test_a_second_run_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path).locked(), pytest.raises(RunDirectoryError, match=f"process {os.getpid()} "):
+        RunDirectory(tmp_path).locked().__enter__()
+
+
+def test_what_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
+    process = holder(tmp_path)
+    process.kill()
+    process.communicate()
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == process.pid  # stale
+    with RunDirectory(tmp_path).locked():
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_a_holder_that_has_not_said_who_it_is(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path).locked():
+        (tmp_path / ".lock").write_text("")
+        with pytest.raises(RunDirectoryError, match="in use by another process"):
+            RunDirectory(tmp_path).locked().__enter__()
+
+
+def test_the_lock_is_released_by_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), RunDirectory(tmp_path).locked():
+        raise KeyError
+    with RunDirectory(tmp_path).locked():
+        pass
+
+
+def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunDirectoryError, match=r"can't be used.*--run-dir"):
+            RunDirectory(path).locked().__enter__()
+
+
+@pytest.mark.parametrize(("lock_exists", "reason"), [(False, "Permission denied"), (True, "is read-only")])
+def test_a_read_only_directory(tmp_path: Path, lock_exists: bool, reason: str) -> None:
+    if lock_exists:
+        (tmp_path / ".lock").touch()
+        (tmp_path / ".lock").chmod(0o666)
+    # Permissions do not bind root, who therefore becomes nobody; from inside, the folders above need not let nobody through.
+    code = """
+import os, sys
+from pathlib import Path
+from ratchet.checkpoint.rundir import RunDirectory
+from ratchet.errors import RunDirectoryError
+os.chdir(sys.argv[1])
+os.chmod(".", 0o555)
+if os.geteuid() == 0:
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+try:
+    with RunDirectory(Path(".")).locked():
+        print("used")
+except RunDirectoryError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("refused: the run directory . ")
+    assert reason in done.stdout
+
+
+# --- the recipe
+
+
+def test_the_recipe_is_written_once_and_read_back(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.settle(CONFIG)
+    assert run.used
+    assert run.read_config() == CONFIG
+    before = run.config.read_bytes()
+    run.settle(CONFIG)
+    assert run.config.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
+
+
+def test_another_recipe_is_refused_naming_the_keys(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.settle(CONFIG)
+    other = {"seed": 8, "model": {"preset": "tiny"}, "stages": [{"name": "sft", "lr": 2e-5}, {"name": "rl"}], "device": "cpu"}
+    with pytest.raises(RunDirectoryError) as refused:
+        run.settle(other)
+    message = str(refused.value)
+    for part in (
+        "seed: 7 -> 8",
+        "model.dtype: 'float32' -> absent",
+        "stages.0.lr: 1e-05 -> 2e-05",
+        "device: absent -> 'cpu'",
+        "--run-dir",
+        "resume with the same recipe",
+    ):
+        assert part in message
+    assert run.read_config() == CONFIG
+
+
+def test_many_differences_are_counted(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.settle({f"k{i}": i for i in range(20)})
+    with pytest.raises(RunDirectoryError, match=r"k7: 7 -> -7 and 12 more\."):
+        run.settle({f"k{i}": -i if i else 1 for i in range(20)})
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({"a": 1}, {"a": 1}, []),
+        ({"a": 1}, {"a": True}, ["a: 1 -> True"]),
+        ({"a": [1, 2]}, {"a": (1, 2)}, []),
+        ({"a": [1, 2]}, {"a": [1]}, ["a: [1, 2] -> [1]"]),
+        ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}, ["a.0.b: 1 -> 2"]),
+        ({"a": {"b": 1}}, {"a": None}, ["a: {'b': 1} -> None"]),
+        ({"a": None}, {}, ["a: None -> absent"]),
+    ],
+)
+def test_differences(before: dict, now: dict, expected: list[str]) -> None:
+    assert differences(before, now) == expected
+
+
+@pytest.mark.parametrize("content", [None, "", "- a", "a: [", "\x00"])
+def test_no_run_directory(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(RunDirectoryError, match=r"config\.yaml"):
+        RunDirectory(tmp_path).read_config()
+
+
+def test_a_recipe_never_names_python_objects(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: !!python/object/apply:os.getcwd []")
+    with pytest.raises(RunDirectoryError):
+        RunDirectory(tmp_path).read_config()
