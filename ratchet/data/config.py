@@ -1,0 +1,71 @@
+"""Configuration of tokenizers. Free of torch and of their code."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from ratchet.config.base import Section
+
+# Printable ASCII and the newline.
+PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+class TokenizerConfig(Section):
+    """`ratchet.build` calls what `builds` names with the section and the model's directory or hub id (None: no such)."""
+
+    template: str | None = Field(
+        None,
+        description="How messages become text: plain, turns, chatml, the path of a .jinja file; null: the tokenizer's own.",
+    )
+
+
+class AutoTokenizerConfig(TokenizerConfig):
+    """The model's own tokenizer, or the one in another directory."""
+
+    builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_auto"
+
+    path: str | None = Field(None, description="Directory or hub id; null: the model's.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+
+
+class CharactersConfig(TokenizerConfig):
+    """One token a character."""
+
+    builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_characters"
+
+    alphabet: str = Field(PRINTABLE, min_length=1, description="The characters that have a token.")
+
+    @field_validator("alphabet")
+    @classmethod
+    def _distinct(cls, alphabet: str) -> str:
+        repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
+        if repeated:
+            raise ValueError(f"alphabet repeats {''.join(repeated)!r}: list each character once")
+        return alphabet
+
+
+class BytesConfig(TokenizerConfig):
+    """One token a byte of UTF-8: covers every text."""
+
+    builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_bytes"
+
+
+class ByteBPEConfig(TokenizerConfig):
+    """Byte-level BPE, trained on text files before the run starts."""
+
+    builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_byte_bpe"
+
+    texts: tuple[Path, ...] = Field(min_length=1, description="Text files (UTF-8) to train on, read line by line.")
+    vocab_size: int = Field(4096, ge=264, description="256 bytes, 8 special tokens, and the merges.")
+
+
+KINDS: dict[str, type[TokenizerConfig]] = {
+    "auto": AutoTokenizerConfig,
+    "characters": CharactersConfig,
+    "bytes": BytesConfig,
+    "byte_bpe": ByteBPEConfig,
+}

@@ -1,0 +1,151 @@
+"""Messages to tokens, and back: prompts, supervised rows with exact trainable spans, and the tokens that go between a sampled
+completion and the next one.
+
+One rule makes training and sampling agree: wherever the assistant starts or stops writing, the text is cut before it is
+tokenized. So the tokens of a supervised row are those of the prompt, then those of the answer alone, then the end of turn,
+exactly as they come about when the answer is sampled; no BPE merge reaches over the seam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, Literal
+
+from ratchet.data.conversation import Conversation, Piece, TurnShape, turn_shape
+from ratchet.data.templates import SENTINEL, ChatTemplate, template_source
+from ratchet.data.tokenizer import After, Tokenizer
+from ratchet.errors import DataError
+from ratchet.types import Message, StopReason
+
+Tools = Sequence[Mapping[str, Any]]
+
+USER = Message("user", "u")
+# A turn with reasoning and one without; templates that rewrite history show it on one of them.
+PROBES = (Message("assistant", "<think>\nr\n</think>\n\na"), Message("assistant", "a"))
+
+
+class Renderer:
+    """Renders with one template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja text, or None for the
+    tokenizer's own. `variables` go to the template (such as `enable_thinking=False`); `now` is the time it may print.
+
+    Raises DataError when there is no template, or when it has a syntax error.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        names = {**tokenizer.special_tokens, **(variables or {})}
+        self.template = ChatTemplate(template_source(template, tokenizer), names, now or datetime.now())
+
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
+        """Tokens of the conversation, up to where the assistant's next turn begins."""
+        conversation = self._conversation(messages, tools)
+        pieces, _ = conversation.before(len(messages))
+        return [token for token, _ in conversation.tokens(pieces)]
+
+    def supervised(
+        self, messages: Sequence[Message], tools: Tools | None = None, *, train: Literal["all", "last"]
+    ) -> tuple[list[int], list[bool]]:
+        """(tokens, trainable): trainable are the tokens that the assistant wrote, the one that ends its turn included, in
+        every turn or in the last. The row ends there.
+
+        Raises DataError when the last message is not the assistant's, or when the template rewrites an earlier turn that
+        should train.
+        """
+        last = len(messages) - 1
+        if last < 0 or messages[last].role != "assistant":
+            raise DataError("a supervised conversation ends with a message of the assistant: drop what follows its last answer")
+        conversation = self._conversation(messages, tools)
+        pieces, rewritten = conversation.before(last)
+        if train == "all" and rewritten:
+            conversation.turn(rewritten[0])  # where the turn itself is at fault, this says why
+            raise DataError(
+                f"message {rewritten[0]}: the chat template rewrites this turn once others follow (as when it drops earlier "
+                'reasoning), so it can\'t train as it was written: use train="last", with one row a turn'
+            )
+        _, answer = conversation.turn(last)
+        marked = conversation.tokens([*pieces, Piece(answer, last)])
+        tokens = [token for token, _ in marked]
+        trainable = [turn is not None and (train == "all" or turn == last) for _, turn in marked]
+        if marked[-1][1] != last or tokens[-1] not in self._controls:  # the template does not end a turn, but the model must
+            tokens.append(self._eos())
+            trainable.append(True)
+        return tokens, trainable
+
+    def extend(
+        self,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        history: Sequence[Message] = (),
+        tools: Tools | None = None,
+    ) -> list[int]:
+        """What to append to a sampled completion so that the model can answer `messages`: the end of its turn if it is not
+        in `sampled` (it stopped at a string, or was cut), the messages, and the header of the next turn.
+
+        history: the messages before the completion, for templates whose headers depend on them.
+        """
+        before = [*(history or (USER,)), Message("assistant", SENTINEL)]
+        conversation = self._conversation([*before, *messages], tools)
+        _, found, follows = conversation.text(len(before) + len(messages), prompt=True).partition(SENTINEL)
+        if not found:
+            raise DataError("the chat template leaves out what the assistant said once others answer: it can't hold a dialogue")
+        shape, last = self._shape, sampled[-1] if sampled else None
+        ended = last in self.stop_ids
+        if ended:
+            follows = follows.removeprefix(shape.end)
+        after: After = "special" if last in self._controls else "text"
+        added = [token for token, _ in conversation.tokens([Piece(follows)], after)]
+        # Without an end of its own, a turn ends where the next header begins: the model has written that token then.
+        return added[1:] if ended and not shape.end and added[:1] == [last] else added
+
+    def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
+        """The completion as the message that renders to it: without its end of turn and other special tokens, and with what
+        the prompt had already put into the assistant's mouth. A character that was cut in the middle is left out."""
+        kept = list(tokens)
+        if kept and kept[-1] in self.stop_ids:
+            kept.pop()
+        text = self.tokenizer.decode(kept)
+        if stop is not None and not stop.finished:
+            text = text.rstrip("\ufffd")
+        return Message("assistant", self._shape.prefill + text.removeprefix(self._shape.lead))
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end the assistant's turn: the tokenizer's EOS ids, and what the template puts at the end of a turn."""
+        own = () if self._shape.end_id is None else (self._shape.end_id,)
+        return tuple(dict.fromkeys((*self.tokenizer.eos_ids, *own)))
+
+    @cached_property
+    def extends_history(self) -> bool:
+        """Whether a conversation that goes on keeps every earlier turn as it was written, so that one sequence of tokens
+        can hold it whole. False where the template drops or changes turns once the user answers (earlier reasoning, say)."""
+        return not any(self.rewritten_turns([USER, said, USER]) for said in PROBES)
+
+    def rewritten_turns(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
+        """Indices of the assistant's messages that the template shows otherwise than they were written."""
+        return self._conversation(messages, tools).before(len(messages))[1]
+
+    @cached_property
+    def _controls(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.special_ids.values())
+
+    @cached_property
+    def _shape(self) -> TurnShape:
+        return turn_shape(self.template, self.tokenizer)
+
+    def _conversation(self, messages: Sequence[Message], tools: Tools | None) -> Conversation:
+        return Conversation(self.template, self.tokenizer, self._shape, messages, tools)
+
+    def _eos(self) -> int:
+        if not self.tokenizer.eos_ids:
+            raise DataError("neither the template nor the tokenizer ends the assistant's turn: set eos_token in its config")
+        return self.tokenizer.eos_ids[0]

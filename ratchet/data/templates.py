@@ -1,0 +1,208 @@
+"""Chat templates: the built-in ones, and any Jinja template of a Hugging Face tokenizer, rendered as transformers does.
+
+Source: transformers' `apply_chat_template` (sandboxed Jinja with trimmed blocks, `raise_exception`, `strftime_now`, `tojson`
+without HTML escapes, loop controls, `{% generation %}` blocks). Messages are dictionaries in the OpenAI form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, get_args
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ratchet.data.tokenizer import Tokenizer
+from ratchet.errors import DataError
+from ratchet.types import Message, Role
+
+# What a message stands for in a probe: nothing that a template could contain, split, strip or escape.
+SENTINEL = "\ue000RatchetProbe\ue001"
+
+BUILTIN: Mapping[str, str] = {
+    # For small models from scratch: what was said, and EOS after each answer.
+    "plain": """\
+{%- for message in messages -%}
+    {{- message.content -}}
+    {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+""",
+    # One token opens each turn; EOS closes those of the assistant.
+    "turns": """\
+{%- for message in messages -%}
+    {{- "<" + message.role + ">" + message.content -}}
+    {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<assistant>" -}}{%- endif -%}
+""",
+    "chatml": """\
+{%- for message in messages -%}
+    {{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
+""",
+}
+
+
+def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
+    """The Jinja text for `choice`: a built-in name, the path of a .jinja file, Jinja text, or None for the tokenizer's own.
+    Raises DataError when there is none."""
+    if choice is None:
+        if tokenizer.chat_template is None:
+            raise DataError(
+                "the tokenizer has no chat template, so messages can't become tokens: set `tokenizer.template: chatml` "
+                "(or plain, turns, or the path of a .jinja file)"
+            )
+        return tokenizer.chat_template
+    if choice in BUILTIN:
+        return "{{- bos_token -}}\n" + BUILTIN[choice] if tokenizer.adds_bos else BUILTIN[choice]
+    if "{" in choice:
+        return choice
+    if choice.endswith(".jinja"):
+        try:
+            return Path(choice).read_text(encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"tokenizer.template: {choice} can't be read: {error.strerror}") from error
+    raise DataError(f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN)}, or the path of a .jinja file")
+
+
+class _Generation(Extension):
+    """Some templates mark what the assistant said; Ratchet finds it without, and reads through the marks."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from error
+
+
+class ChatTemplate:
+    """One template with its variables. The clock that `strftime_now` reads stands still, so that a prompt with today's date
+    is the same in the whole run."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any], now: datetime) -> None:
+        self.source = source
+        self._template = _compile(source)
+        self._variables = {"strftime_now": now.strftime, **variables}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool) -> str:
+        """Text of the conversation, with the header of the assistant's next turn where `prompt`.
+
+        Raises DataError for no messages, an unknown role, a role that the template leaves out, and when the template refuses.
+        """
+        if not messages:
+            raise DataError("there are no messages to render: a prompt has at least one")
+        self._check_roles(messages)
+        return self._call(_dictionaries(messages, self._dialect(messages)), tools, prompt)
+
+    def _call(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool) -> str:
+        try:
+            return self._template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self._variables)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(f"the chat template can't render messages by ({roles}): {error}") from error
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        for i, message in enumerate(messages):
+            if message.role not in get_args(Role):
+                raise DataError(f"message {i} has the unknown role '{message.role}': use {', '.join(get_args(Role))}")
+            if message.role in ("system", "tool") and not self._shows[message.role]:
+                raise DataError(f"message {i}: the chat template leaves out what the role '{message.role}' says")
+
+    @cached_property
+    def _shows(self) -> dict[str, bool]:
+        """Whether the template writes what a role says. One that raises refuses when it is asked to render."""
+        user, said = Message("user", "u"), Message("assistant", "a")
+        probes = {
+            "system": [Message("system", SENTINEL), user],
+            "tool": [user, said, Message("tool", SENTINEL, tool_call_id="call00000")],
+        }
+        return {role: self._contains(_dictionaries(probe, DIALECTS[0]), SENTINEL) for role, probe in probes.items()}
+
+    def _contains(self, messages: list[dict[str, Any]], text: str) -> bool:
+        try:
+            return text in self._call(messages, None, False)
+        except DataError:
+            return True
+
+    def _dialect(self, messages: Sequence[Message]) -> Dialect:
+        """How the template wants tool calls: its arguments as an object or as JSON, and no content as "" or None."""
+        return self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
+
+    @cached_property
+    def _tool_dialect(self) -> Dialect:
+        user = {"role": "user", "content": "u"}
+        for dialect in DIALECTS:
+            call = {"name": "f", "arguments": dialect[1]({"k": SENTINEL})}
+            calls = [{"id": "call00000", "type": "function", "function": call}]
+            probe = [user, {"role": "assistant", "content": dialect[0], "tool_calls": calls}]
+            try:
+                if SENTINEL in self._call(probe, None, False):
+                    return dialect
+            except DataError:
+                continue
+        raise DataError("the chat template does not write tool calls: use one that does, or write them into the content")
+
+
+Dialect = tuple[str | None, Callable[[Mapping[str, Any]], Any]]
+DIALECTS: tuple[Dialect, ...] = (("", dict), (None, dict), ("", _tojson), (None, _tojson))
+
+
+def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, Any]]:
+    """Messages in the form that templates read. A tool's message also names the tool that it answers for."""
+    empty, arguments = dialect
+    made: list[dict[str, Any]] = []
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    for message in messages:
+        item: dict[str, Any] = {"role": message.role, "content": _content(message)}
+        if message.tool_calls:
+            item["content"] = item["content"] or empty
+            item["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call.arguments)}}
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            item["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id in names:
+                item["name"] = names[message.tool_call_id]
+        made.append(item)
+    return made
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    if isinstance(message.content, str) or all(part.type == "text" for part in message.content):
+        return message.text
+    return [{"type": "text", "text": part.value} if part.type == "text" else {"type": part.type} for part in message.content]
