@@ -19,8 +19,10 @@ from torch.autograd import Function
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension (arXiv:1910.07467, eq. 4), in the dtype of x; the mean
     in float32 or better."""
-    if x.is_cuda or not torch.is_grad_enabled():  # CUDA has a kernel for the backward too
+    if x.is_cuda:  # one kernel there, forward and backward
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    if not torch.is_grad_enabled():  # the same bits, without autograd's overhead: a decoding step is small
+        return _normalise(x, eps)[0].mul_(weight.to(x.dtype))
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -40,23 +42,28 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+        n, r = _normalise(x, eps)
+        ctx.save_for_backward(n, r, weight)
+        return n * weight.to(n.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With y = w x r and r = (mean(x^2) + eps)^-1/2: dw = sum(g x r), dx = r g w - x r^3 mean(g w x)."""
-        x, weight = ctx.saved_tensors
-        wide, size = torch.promote_types(x.dtype, torch.float32), weight.shape[0]
-        grad, x, scale = grads[0].to(wide), x.to(wide), weight.to(wide)
-        # vector_norm sums squares without writing them out
-        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size).add_(ctx.eps).rsqrt_()
-        product = (grad * x).view(-1, size)
-        grad_weight = product.t() @ r.view(-1)
-        mean = (product @ scale).div_(size).view_as(r)
-        grad_x = (grad * scale).mul_(r).addcmul_(x, r.pow(3).mul_(mean), value=-1)
+        """With r = (mean(x^2) + eps)^-1/2, n = x r and y = w n: dw = sum(g n), dx = r (g w - n mean(g w n))."""
+        n, r, weight = ctx.saved_tensors
+        grad, n, scale, size = grads[0].to(r.dtype), n.to(r.dtype), weight.to(r.dtype), weight.shape[0]
+        product = grad * n
+        grad_weight = product.view(-1, size).sum(0)
+        mean = (product @ scale).unsqueeze(-1).div_(size)
+        grad_x = (grad * scale).addcmul_(n, mean, value=-1).mul_(r)
         return grad_x.to(grads[0].dtype), grad_weight.to(weight.dtype), None
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x * r in the dtype of x, r in float32 or better) with r = (mean(x^2) + eps)^-1/2."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # vector_norm sums squares without writing them out
+    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * r).to(x.dtype), r
 
 
 class _Rotate(Function):
