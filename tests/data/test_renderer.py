@@ -304,3 +304,53 @@ def test_templates_run_in_a_sandbox():
         Renderer(CHARACTERS, "{{ messages.__class__.__mro__ }}{% for m in messages %}{{ m.content }}{% endfor %}").prompt(
             [user("u")]
         )
+
+
+def test_an_empty_answer_still_ends_where_a_header_token_comes_last():
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokens, trainable = Renderer(BYTES, source).supervised([user("q"), said("")], train="last")
+    assert text(TURNS, tokens) == "<user>q<assistant><eos>"
+    assert trainable == [False, False, False, True]
+
+
+@pytest.mark.parametrize("prefix", ["legacy", "first"])
+def test_sentencepiece_rows_have_the_spaces_of_the_whole_text(prefix):
+    """These conversions put spaces before stretches of text; cutting a text into turns must neither add nor lose one."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "hi", "▁hi"]
+    merges = [("h", "i"), ("▁", "hi")]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    spaces = normalizers.Replace(" ", "▁")
+    if prefix == "legacy":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    else:
+        backend.normalizer, backend.pre_tokenizer = spaces, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<s>", "</s>"])
+    tokenizer = Tokenizer(backend, config={"bos_token": "<s>", "eos_token": "</s>"})
+    source = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]\n"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    renderer = Renderer(tokenizer, source)
+    tokens, trainable = renderer.supervised([user("hi"), said("hi hi"), user("hi"), said("hi")], train="all")
+    whole = "<s>[hi]\nhi hi</s>[hi]\nhi</s>"
+    assert tokens == backend.encode(whole, add_special_tokens=False).ids
+    assert [t for t, trains in zip(tokens, trainable, strict=True) if trains] == [
+        vocabulary[piece] for piece in ("hi", "▁hi", "</s>", "hi", "</s>")
+    ]
+    first = trainable.index(True)
+    assert tokens == [
+        *renderer.prompt([user("hi")]),
+        *tokens[first : first + 3],
+        *renderer.extend(tokens[first : first + 3], [user("hi")]),
+        *tokens[-2:],
+    ]
+    assert Renderer(tokenizer, "plain").prompt([user("hi")]) == [vocabulary["▁hi"]]
+    endless = Renderer(tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert endless.extend([vocabulary["h"]], [user("hi")]) == [vocabulary["hi"]]
