@@ -52,7 +52,7 @@ class _RMSNorm(Function):
         n, r, weight = ctx.saved_tensors
         grad, n, scale, size = grads[0].to(r.dtype), n.to(r.dtype), weight.to(r.dtype), weight.shape[0]
         product = grad * n
-        grad_weight = product.view(-1, size).sum(0)
+        grad_weight = product.reshape(-1, size).sum(0)
         mean = (product @ scale).unsqueeze(-1).div_(size)
         grad_x = (grad * scale).addcmul_(n, mean, value=-1).mul_(r)
         return grad_x.to(grads[0].dtype), grad_weight.to(weight.dtype), None

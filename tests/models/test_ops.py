@@ -88,3 +88,12 @@ def test_float32_scales_apply_to_bfloat16_states():
     out = rms_norm(x, weight, 1e-6)
     out.float().sum().backward()
     assert (out.dtype, x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+def test_rms_norm_takes_a_gradient_of_any_layout():
+    x, weight = inputs((5, 3, 4), (4,))
+    upstream = normal(3, 5, 4).transpose(0, 1)
+    found = torch.autograd.grad(rms_norm(x, weight, 1e-6), (x, weight), upstream)
+    expected = torch.autograd.grad(F.rms_norm(x, (4,), weight, 1e-6), (x, weight), upstream)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
