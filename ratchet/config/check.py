@@ -79,8 +79,9 @@ def _evaluation(stage: StageConfig, first: int) -> str:
     attempts = settings.tasks * (1 + settings.samples)
     sampled = f" and {settings.samples} sampled" if settings.samples else ""
     each = f"{_count(attempts, 'attempt')} each ({_count(settings.tasks, 'task')}, 1 greedy{sampled})"
-    times = 2 + _marks(stage, first, settings.every)  # before the first step, after the last, and between
-    return f"{times} times, {each}"
+    between = _marks(stage, first, settings.every)
+    when = f"before, after and {_count(between, 'time')} between" if between else "before and after"
+    return f"{when}, {each}"
 
 
 def _checkpoints(stage: StageConfig, first: int) -> str:

@@ -87,9 +87,9 @@ def _complete(stage: Node, defaults: Node, problems: list[Problem]) -> Node:
     if not stage.is_section:
         return stage
     whole = replace(merge(defaults, stage, problems), origin=stage.origin)
-    name = _stage_name(stage, defaults)
-    if name is None or "name" in whole.value:
+    if "name" in whole.value:
         return whole
+    name = _stage_name(stage, defaults) or "unnamed"  # without an algorithm, which is refused
     return replace(whole, value={"name": Node(name, whole.origin.below("name")), **whole.value})
 
 
@@ -112,10 +112,12 @@ def _of_single_stage(base: Node, layer: Node, stages: Node, problems: list[Probl
     name = _stage_name(Node({}, base.origin), base) or "0"
     rest = replace(layer, value={key: node for key, node in layer.value.items() if key != STAGES})
     for label, child in stages.value.items():
-        if label in (name, "0"):
-            rest = merge(rest, child, problems)
-        else:
+        if label not in (name, "0"):
             problems.append(Problem(child.origin, f"there is no '{label}' here{unlike(label, [name])}"))
+        elif not child.is_section:
+            problems.append(Problem(child.origin, "must be a section: keys and values"))
+        else:
+            rest = merge(rest, child, problems)
     return rest
 
 

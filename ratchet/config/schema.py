@@ -44,8 +44,8 @@ class ModelConfig(Section):
 
 class LoggingConfig(Section):
     tensorboard: bool = Field(default=True, description="Write tensorboard/ beside metrics.jsonl.")
-    progress: Literal["auto", "rich", "plain", "off"] = Field(
-        default="auto", description="Progress on the terminal; auto: rich where it is one, else plain lines."
+    progress: Literal["auto", "live", "plain", "off"] = Field(
+        default="auto", description="Progress on the terminal; auto: live where it is one, else plain lines."
     )
 
 

@@ -204,6 +204,13 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    for key in ("rewards", "yardstick"):
+        names = [getattr(reward, "kind", "").rpartition(":")[2] for reward in getattr(stage, key)]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield _clash(f"{key} has {name} twice, and their parts would share that name: give it once, with one weight", key)
+
+
 def _kind(stage: StageConfig) -> str:
     return getattr(stage.algorithm, "kind", "")
 
@@ -215,4 +222,5 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _context,
     _evaluation,
     _rewards,
+    _reward_names,
 )
