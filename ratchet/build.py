@@ -67,6 +67,10 @@ class Policy:
         made = construct(generator or resolve("generator", {}), model, tokenizer)
         return cls(model, tokenizer, Renderer(tokenizer, template), made)
 
+    def ends(self, sampling: Sampling) -> Sampling:
+        """With the ids that end this policy's turn among the stop ids."""
+        return replace(sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids))))
+
 
 @dataclass(frozen=True)
 class Arena:
@@ -99,8 +103,7 @@ class Plan:
 
 def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **around: Any) -> Run:
     """The run of one stage in this process. `around`: further fields of `Run` (observers, saving, ...)."""
-    ends = tuple(dict.fromkeys((*plan.sampling.stop_ids, *policy.renderer.stop_ids)))
-    plan = replace(plan, sampling=replace(plan.sampling, stop_ids=ends))
+    plan = replace(plan, sampling=policy.ends(plan.sampling))
     learner = construct(
         plan.learner,
         policy.model,
@@ -195,9 +198,15 @@ def build_policy(config: RunConfig) -> Policy:
             revision=source.revision,
         )
     else:
+        assert source.preset is not None, "the configuration lets neither path nor preset through without the other"
         shape = preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
         model = init_policy(shape, seed=config.seed, dtype=dtype, device=device)
-    return Policy.of(model, tokenizer, template=config.tokenizer.template, generator=config.stages[0].generator)
+    return Policy.of(model, tokenizer, template=template_of(config), generator=config.stages[0].generator)
+
+
+def template_of(config: RunConfig) -> str | None:
+    """Of the built-in tokenizers; one of somebody else's brings its own."""
+    return getattr(config.tokenizer, "template", None)
 
 
 def build_arena(stage: StageConfig) -> Arena:
@@ -209,11 +218,11 @@ def build_reward(sections: Sequence[Section]) -> Reward | None:
     """The weighted sum of several rewards; None for none: the environment's own steps give it."""
     if not sections:
         return None
-    names = [str(section.kind).rpartition(":")[2] for section in sections]
+    names = [str(getattr(section, "kind", "")).rpartition(":")[2] for section in sections]
     if len(set(names)) < len(names):
         raise ConfigError(f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it once")
     made = {name: as_reward(construct(section), name) for name, section in zip(names, sections, strict=True)}
-    return WeightedSum(made, {name: section.weight for name, section in zip(names, sections, strict=True)})
+    return WeightedSum(made, {name: getattr(section, "weight", 1.0) for name, section in zip(names, sections, strict=True)})
 
 
 def build_run(config: RunConfig, index: int, policy: Policy, **around: Any) -> Run:

@@ -29,10 +29,11 @@ def train(
 
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
-    outcome = (
-        start_run(recipe, overrides or [], run_dir, command=_command()) if recipe else resume_run(resume, command=_command())
-    )
-    raise typer.Exit(outcome)
+    command = " ".join(["ratchet", *sys.argv[1:]])
+    if resume is not None:
+        raise typer.Exit(resume_run(resume, command=command))
+    assert recipe is not None
+    raise typer.Exit(start_run(recipe, overrides or [], run_dir, command=command))
 
 
 @app.command()

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ratchet.types import Completion, Group, Message, Outcome, Sampling, Split, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -90,7 +93,7 @@ class Generator(Protocol):
 
     @property
     def version(self) -> int: ...
-    async def generate(self, tokens: Sequence[int], sampling: Sampling) -> Completion: ...
+    async def generate(self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling) -> Completion: ...
     def abort(self) -> None:
         """Ends every running request; each returns what it has, with StopReason.ABORTED."""
         ...

@@ -7,7 +7,7 @@ from ratchet.errors import MissingColumn
 from ratchet.testing.builders import make_group, make_trajectory
 
 
-@pytest.fixture()
+@pytest.fixture
 def batch():
     groups = [
         make_group("a", [make_trajectory([1, 2], [3], reward=1.0), make_trajectory([1, 2], [4, 5], reward=0.5)]),

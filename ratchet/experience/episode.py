@@ -9,6 +9,7 @@ import asyncio
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,19 @@ from ratchet.types import (
 )
 
 
+class PromptMemo:
+    """The attempts of a group almost always begin with the same messages: their tokens are rendered once."""
+
+    def __init__(self) -> None:
+        self.messages: Sequence[Message] | None = None
+        self.tokens = np.zeros(0, dtype=np.int64)
+
+    def render(self, renderer: Renderer, messages: Sequence[Message]) -> np.ndarray:
+        if messages != self.messages:
+            self.messages, self.tokens = list(messages), np.asarray(renderer.prompt(messages), dtype=np.int64)
+        return self.tokens
+
+
 @dataclass
 class TokenRecord:
     """Token columns as they grow, piece by piece; each piece knows who wrote it."""
@@ -46,7 +60,9 @@ class TokenRecord:
     def tokens(self) -> np.ndarray:
         return np.concatenate([tokens for _, tokens, _ in self.pieces])
 
-    def trajectory(self) -> Trajectory:
+    def trajectory(self, **fields: Any) -> Trajectory:
+        """`fields`: those of a Trajectory that are no token columns."""
+
         def column(of: str, default: float, dtype: type) -> np.ndarray:
             parts = [np.full(len(t), default, dtype) if c is None else getattr(c, of) for _, t, c in self.pieces]
             return np.concatenate(parts).astype(dtype, copy=False)
@@ -58,6 +74,7 @@ class TokenRecord:
             trainable=owner == Owner.POLICY,
             rollout_logprobs=column("logprobs", 0.0, np.float32),
             versions=column("versions", -1, np.int32),
+            **fields,
         )
 
 
@@ -73,13 +90,18 @@ class Player:
     max_context: int
     max_turns: int = 64
 
-    async def play(self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int) -> Trajectory:
-        """The attempt's trajectory, not yet judged: `outcome` is None, or Truncated, Failed or Cancelled already."""
+    async def play(
+        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+    ) -> Trajectory:
+        """The attempt's trajectory, not yet judged: `outcome` is None, or Truncated, Failed or Cancelled already.
+
+        memo: shared by the attempts of a group.
+        """
         record, turns, messages = TokenRecord(), [], list(task.messages)
         outcome: Outcome | None
         try:
             messages = list(await environment.reset(task))
-            record.add(Owner.PROMPT, self.renderer.prompt(messages))
+            record.add(Owner.PROMPT, (memo or PromptMemo()).render(self.renderer, messages))
             outcome = await self._turns(environment, sampling, record, turns, messages)
         except asyncio.CancelledError:
             raise
@@ -87,8 +109,7 @@ class Player:
             outcome = Failed("environment", traceback.format_exc())
         if not record.length:  # it broke before there was a prompt; a trajectory has at least one token
             record.add(Owner.PROMPT, [0])
-        return replace(
-            record.trajectory(),
+        return record.trajectory(
             attempt=attempt,
             temperature=sampling.temperature,
             turns=tuple(turns),
@@ -106,9 +127,11 @@ class Player:
                     return Truncated()
                 detail = f"the prompt has {record.length} tokens, the context {self.max_context}: shorten it or drop the task"
                 return Failed("prompt_too_long", detail)
-            seed = seed_for(sampling.seed, number) if number else sampling.seed
-            limit = min(sampling.max_new_tokens, room)
-            completion = await self.generator.generate(record.tokens(), replace(sampling, seed=seed, max_new_tokens=limit))
+            own = sampling
+            if number or room < sampling.max_new_tokens:
+                seed = seed_for(sampling.seed, number) if number else sampling.seed
+                own = replace(sampling, seed=seed, max_new_tokens=min(sampling.max_new_tokens, room))
+            completion = await self.generator.generate(record.tokens(), own)
             start = record.length
             record.add(Owner.POLICY, completion.tokens, completion)
             message = self.renderer.parse(completion.tokens.tolist(), completion.stop)

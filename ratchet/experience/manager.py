@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ratchet.experience.episode import Player
+from ratchet.experience.episode import Player, PromptMemo
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Reward
 from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated
@@ -24,7 +24,8 @@ class RolloutManager:
 
     async def group(self, task: Task, sampling: Sampling, *, group_id: str, attempts: int) -> Group:
         """`attempts` tries at one task. Attempt i is drawn with a seed made from (sampling.seed, group_id, i)."""
-        played = await asyncio.gather(*(self._attempt(task, sampling, group_id, i) for i in range(attempts)))
+        memo = PromptMemo()
+        played = await asyncio.gather(*(self._attempt(task, sampling, group_id, i, memo) for i in range(attempts)))
         return Group(group_id, task, tuple(await self._judge(task, played)))
 
     async def groups(self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, *, attempts: int) -> list[Group]:
@@ -37,10 +38,10 @@ class RolloutManager:
         await asyncio.gather(*(environment.close() for environment in self._idle))
         self._idle.clear()
 
-    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int) -> Trajectory:
+    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Trajectory:
         environment = self._idle.pop() if self._idle else self.new_environment()
         own = replace(sampling, seed=seed_for(sampling.seed, group_id, attempt))
-        trajectory = await self.player.play(task, environment, own, attempt=attempt)
+        trajectory = await self.player.play(task, environment, own, attempt=attempt, memo=memo)
         if isinstance(trajectory.outcome, Failed):  # its state can't be trusted any more
             await environment.close()
         else:

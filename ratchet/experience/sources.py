@@ -64,7 +64,8 @@ class Rows(StreamSource):
 
     def __init__(self, stream: TaskStream, name: str, renderer: Renderer, *, train: Literal["all", "last"]) -> None:
         super().__init__(stream, name)
-        self.renderer, self.train = renderer, train
+        self.renderer = renderer
+        self.train: Literal["all", "last"] = train
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         return [Group(name, task, (self._row(task),)) for name, task in jobs]

@@ -48,7 +48,8 @@ class LocalLearner:
         head: nn.Module | None = None,
         autocast: bool = False,
     ) -> None:
-        self.model, self.config, self.head, self.unit = model, config, head, unit
+        self.model, self.config, self.head = model, config, head
+        self.unit: Level = unit
         self.device = next(model.parameters()).device
         # Losses run in float32 or, for float64 models, in float64: never below.
         self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
@@ -208,4 +209,4 @@ def _adamw(named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -
     matrices = [p for _, p in named if p.dim() >= 2]
     vectors = [p for _, p in named if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -73,8 +73,9 @@ async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]
         second = await generator.generate(prompt, sampling)
         assert np.array_equal(first.tokens, second.tokens), "equal requests gave different tokens"
         assert np.allclose(first.logprobs, second.logprobs, atol=1e-6), "equal requests gave different logprobs"
+    first = await generator.generate(prompts[0], sampling)
     stop = int(first.tokens[0])
-    stopped = await generator.generate(prompts[-1], replace(sampling, stop_ids=(stop,)))
+    stopped = await generator.generate(prompts[0], replace(sampling, stop_ids=(stop,)))
     assert stopped.stop is StopReason.STOP_TOKEN, "a stop id did not end the completion"
     assert stopped.tokens.tolist() == [stop], "a stop id must be the last token, and belong to it"
     version = generator.version + 1

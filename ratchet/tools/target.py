@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ratchet.build import Policy, build_policy, freeze
+from ratchet.build import Policy, build_policy, freeze, template_of
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig
 from ratchet.data.tokenizer import load_tokenizer
@@ -30,7 +30,7 @@ def open_target(path: Path, recipe: Path | None = None) -> Target:
     own = path / "config.yaml"
     if not own.is_file():
         config = None if recipe is None else freeze(load_config(recipe))
-        template = None if config is None else config.tokenizer.template
+        template = None if config is None else template_of(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return Target(Policy.of(load_policy(str(path), device=device), load_tokenizer(str(path)), template=template), config)
     if not (path / MODEL).is_dir():

@@ -18,7 +18,7 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.build import Policy, build_policy, build_run, freeze
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
-from ratchet.config.loader import dump_config, load_config
+from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
 from ratchet.loop import train

@@ -63,7 +63,9 @@ def test_failures_never_reach_a_batch():
 
 
 def test_baseline_rows_are_packed_but_never_train():
-    batch = pack([make_group("g", [make_trajectory([1], [2], reward=1.0), make_trajectory([1], [3], reward=0.0, use="baseline")])])
+    batch = pack(
+        [make_group("g", [make_trajectory([1], [2], reward=1.0), make_trajectory([1], [3], reward=0.0, use="baseline")])]
+    )
     assert batch.trainable_T.tolist() == [False, True, False, False]
     assert batch.train_S.tolist() == [True, False]
 
