@@ -17,6 +17,7 @@ from ratchet.algorithms.advantages import group_relative
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
+from ratchet.errors import DataError
 
 
 def attempts(group: str, *rewards: float | None, use: str = "train") -> list[Row]:
@@ -111,6 +112,12 @@ def test_a_forked_attempt_counts_once():
     # Attempt 0 left three rows with its reward of 1; counted by row the mean would be 3/6, by attempt it is 1/4.
     first, *others = attempts("g", 1, 0, 0, 0)
     assert by_row([first, first, first, *others], epsilon=0.0) == pytest.approx([1.5] * 3 + [-0.5] * 3)
+
+
+def test_an_attempt_with_two_rewards_is_refused():
+    first, other = attempts("g", 1, 0)
+    with pytest.raises(DataError, match="attempt 0"):
+        estimate([first, replace(first, reward=0.5), other])
 
 
 def test_a_baseline_row_is_not_a_sample_of_the_group():

@@ -209,22 +209,6 @@ def test_on_policy_it_is_the_plain_policy_gradient(weighting, mean, options, row
     close(gradient(loss, logprobs_T), column(expected))
 
 
-@pytest.mark.parametrize("weighting", [token_mean, sequence_mean, prompt_mean])
-def test_old_logprobs_and_advantages_get_no_gradient(weighting):
-    rows = [
-        Row("g", i, [1, 2, 3], [False, True, True], reward=i, logprobs=[0, -1, -2.0], old_logprobs=[0, -1.1, -1.9])
-        for i in range(2)
-    ]
-    batch = group_relative(pack(groups(rows)), AlgoState())
-    advantages_T = batch.need("advantages").requires_grad_()
-    batch = batch.fill_tokens(advantages=advantages_T)
-    old_T = leaf([row.old_logprobs for row in rows])
-    out = replace(outputs(batch, leaf(live(rows)), rows), old_logprobs=old_T.detach())
-    x_T, metrics = clipped_surrogate(out, batch, clip_low=0.2, clip_high=0.2)
-    assert x_T.requires_grad
-    assert_metrics(metrics, x_T.shape)
-
-
 def test_extreme_ratios_stay_finite():
     for log_ratio in (-60.0, 60.0):
         for advantage in (-1.0, 1.0):
