@@ -58,9 +58,10 @@ class CheckpointStore:
     def save(self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
         """Makes the checkpoint of `step` from the files that `write` puts into the directory it is given.
 
-        meta: JSON values. Raises CheckpointError when it can't be written (disk full, ...) or was saved before; the
-        earlier checkpoints are then as they were.
+        meta: JSON values (no tuples, no integer keys). Raises CheckpointError when it can't be written (disk full, ...) or
+        was saved before; the earlier checkpoints are then as they were.
         """
+        assert _survives_json(dict(meta)), f"{meta} would come back from JSON as something else"
         final = self.root / f"step-{step:08d}"
         draft = self.root / f".tmp-{step}-{uuid.uuid4().hex[:12]}"
         try:
@@ -176,9 +177,17 @@ def _write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None
         path = directory / name
         files[name] = {"size": path.stat().st_size, "sha256": _hash_file(path)}
     body = {"format": FORMAT, "step": step, "files": files, "meta": dict(meta)}
-    text = json.dumps({"body": body, "sha256": _hash_body(body)}, indent=1, allow_nan=False)
-    assert json.loads(text)["body"] == body, "meta must survive JSON as it is: string keys, lists and no tuples"
+    # NaN is let through (Python reads its own spelling back): an accuracy that nobody could measure must not stop a save.
+    text = json.dumps({"body": body, "sha256": _hash_body(body)}, indent=1)
     (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _survives_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _survives_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_survives_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _list_files(directory: Path) -> list[str]:

@@ -37,6 +37,7 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"{record.levelname.lower()}: {record.getMessage()}".translate(_INERT)
+        line = line.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
         self.console.print(Text(line, style="yellow" if record.levelno < logging.ERROR else "red"), soft_wrap=True)
 
 

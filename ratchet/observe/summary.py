@@ -91,7 +91,7 @@ class RunSummary:
             table.add_column(heading, justify="left" if heading in ("stage", "algorithm") else "right")
         for stage in self.stages:
             before, after = _finite(stage.accuracy_before), _finite(stage.accuracy_after)
-            change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "–"
+            change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"
             speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
             # Text, because a stage's name could hold what rich reads as markup.
             table.add_row(
@@ -102,7 +102,7 @@ class RunSummary:
                 _percent(after),
                 change,
                 duration(stage.seconds),
-                f"{speed:,.0f}" if speed is not None else "–",
+                f"{speed:,.0f}" if speed is not None else "-",
             )
         return table
 
@@ -112,4 +112,4 @@ def _finite(value: float | None) -> float | None:
 
 
 def _percent(value: float | None) -> str:
-    return f"{100 * value:.1f} %" if value is not None else "–"
+    return f"{100 * value:.1f} %" if value is not None else "-"

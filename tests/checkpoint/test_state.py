@@ -328,16 +328,18 @@ from ratchet.errors import CheckpointError
 store = CheckpointStore(Path(sys.argv[1]))
 store.save(1, lambda directory: save_state(directory, {"x": torch.ones(10)}), {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-try:
-    store.save(2, lambda directory: save_state(directory, {"x": torch.ones(100_000)}), {})
-except CheckpointError as error:
-    print(error)
+for write in (lambda save: save(Path(sys.argv[1] + "-alone")), lambda save: store.save(2, save, {})):
+    try:
+        write(lambda directory: save_state(directory, {"x": torch.ones(100_000)}))
+    except CheckpointError as error:
+        print(error)
 """
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    root = tmp_path / "checkpoints"
+    command = [sys.executable, "-c", code, str(root)]
     done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert "too large" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert CheckpointStore(tmp_path).latest() is not None
+    assert ["too large" in line for line in done.stdout.splitlines()] == [True, True]
+    assert [path.name for path in root.iterdir()] == ["step-00000001"]
+    assert CheckpointStore(root).latest() is not None
 
 
 def test_an_armed_full_disk_between_the_files(tmp_path: Path) -> None:

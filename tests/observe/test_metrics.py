@@ -1,0 +1,123 @@
+"""Merge rules by hand-worked numbers; names that stay; timers on a clock of our own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+
+from ratchet.observe.metrics import Merge, MetricsManager
+
+
+def clock(*times: float) -> Callable[[], float]:
+    remaining = iter(times)
+    return lambda: next(remaining)
+
+
+@pytest.mark.parametrize(("merge", "expected"), [("mean", 2.5), ("sum", 10.0), ("last", 0.0), ("min", -1.0), ("max", 8.0)])
+def test_merge_rules(merge: Merge, expected: float) -> None:
+    metrics = MetricsManager()
+    for value in (3.0, -1.0, 8.0, 0.0):
+        metrics.add("rollout", {"x": value}, merge=merge)
+    assert metrics.flush(1) == {"rollout/x": expected}
+
+
+def test_the_mean_is_weighted() -> None:
+    metrics = MetricsManager()
+    metrics.add("policy", {"loss": 1.0}, weight=3.0)
+    metrics.add("policy", {"loss": 5.0}, weight=1.0)
+    metrics.add("policy", {"loss": math.inf}, weight=0.0)
+    assert metrics.flush(1) == {"policy/loss": 2.0}
+
+
+def test_all_weights_zero_is_no_number() -> None:
+    metrics = MetricsManager()
+    metrics.add("policy", {"loss": 1.0}, weight=0.0)
+    assert metrics.flush(1) == {"policy/loss": None, "policy/loss/nan": 1.0}
+
+
+def test_names_are_sorted_and_carry_the_stage() -> None:
+    metrics = MetricsManager(stage="rl")
+    metrics.add("rollout", {"reward": 0.5, "reward/format": 1.0})
+    metrics.add("policy", {"loss": 0.1})
+    assert list(metrics.flush(1)) == ["rl/policy/loss", "rl/rollout/reward", "rl/rollout/reward/format"]
+
+
+def test_a_step_starts_empty() -> None:
+    metrics = MetricsManager()
+    metrics.add("a", {"x": 1.0}, merge="sum")
+    metrics.flush(1)
+    assert metrics.flush(2) == {}
+    metrics.add("a", {"x": 2.0}, merge="sum")
+    assert metrics.flush(3) == {"a/x": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "merge", "note"),
+    [
+        ([math.nan], "last", "nan"),
+        ([math.inf, 1.0], "mean", "inf"),
+        ([-math.inf], "sum", "-inf"),
+        ([math.inf, -math.inf], "sum", "nan"),
+        ([1.0, math.nan], "max", "nan"),
+        ([math.nan, 1.0], "min", "nan"),
+        ([1e308, 1e308], "sum", "inf"),
+    ],
+)
+def test_what_is_not_finite_becomes_null_with_a_note(values: list[float], merge: Merge, note: str) -> None:
+    metrics = MetricsManager()
+    for value in values:
+        metrics.add("policy", {"kl": value}, merge=merge)
+    flushed = metrics.flush(1)
+    assert flushed == {"policy/kl": None, f"policy/kl/{note}": 1.0}
+    assert json.loads(json.dumps(flushed, allow_nan=False)) == flushed
+
+
+def test_one_name_has_one_origin() -> None:
+    metrics = MetricsManager()
+    metrics.add("a", {"b/c": 1.0})
+    with pytest.raises(ValueError, match=r"'a/b/c'.*'b/c' under 'a'.*'c' under 'a/b'.*rename"):
+        metrics.add("a/b", {"c": 1.0})
+    with pytest.raises(ValueError, match=r"the mean of 'b/c' .* the sum of 'b/c'"):
+        metrics.add("a", {"b/c": 1.0}, merge="sum")
+
+
+def test_a_clash_is_seen_across_steps() -> None:
+    metrics = MetricsManager()
+    metrics.add("a", {"x": 1.0})
+    metrics.flush(1)
+    with pytest.raises(ValueError, match="'a/x'"):
+        metrics.add("a", {"x": 1.0}, merge="max")
+
+
+def test_a_phase_may_not_be_named_like_a_metric() -> None:
+    metrics = MetricsManager(clock=clock(0.0, 1.0))
+    metrics.add("time", {"step_s": 3.0})
+    with pytest.raises(ValueError, match="'time/step_s'"), metrics.phase("step"):
+        pass
+
+
+@pytest.mark.parametrize("value", ["1.0", None, [1.0]])
+def test_only_numbers(value: object) -> None:
+    with pytest.raises(TypeError):
+        MetricsManager().add("a", {"x": value})  # pyright: ignore[reportArgumentType]
+
+
+def test_phases_add_up_and_survive_errors() -> None:
+    metrics = MetricsManager(clock=clock(10.0, 12.5, 20.0, 20.25, 30.0, 31.0))
+    with metrics.phase("sample"):
+        pass
+    with metrics.phase("sample"):
+        pass
+    with pytest.raises(KeyError), metrics.phase("update"):
+        raise KeyError
+    assert metrics.flush(1) == {"time/sample_s": 2.75, "time/update_s": 1.0}
+
+
+def test_phases_nest() -> None:
+    metrics = MetricsManager(clock=clock(0.0, 1.0, 3.0, 7.0))
+    with metrics.phase("outer"), metrics.phase("inner"):
+        pass
+    assert metrics.flush(1) == {"time/inner_s": 2.0, "time/outer_s": 7.0}
