@@ -94,3 +94,7 @@ def main() -> None:
     except RatchetError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         sys.exit(2 if isinstance(error, ConfigError | DataError | ModelError) else 1)
+
+
+if __name__ == "__main__":
+    main()

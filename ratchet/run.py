@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from ratchet import faults
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.evals.accuracy import Evaluator
 from ratchet.experience.batcher import Batcher

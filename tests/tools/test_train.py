@@ -1,0 +1,170 @@
+"""Whole runs through the command line: what they leave behind, and that nothing that happens to the process changes it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+RECIPE = {
+    "name": "probe",
+    "threads": 1,
+    "model": {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1}},
+    "tokenizer": {"kind": "characters", "alphabet": "0123456789="},
+    "environment": {"kind": "sorting", "digits": 2},
+    "sampling": {"max_new_tokens": 3},
+    "evaluation": {"every": 3, "tasks": 8},
+    "checkpoint": {"every": 2, "keep": 2},
+    "optimizer": {"lr": 0.01},
+    "stages": [
+        {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 4, "batch_size": 8, "examples": 20},
+        {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4, "kl_coef": 0.01}, "steps": 5, "batch_size": 6},
+    ],
+}
+
+
+def ratchet(*arguments, faults="", timeout=120):
+    environment = {**os.environ, "RATCHET_FAULTS": faults, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ratchet.cli", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def results(run: Path):
+    """Weights and metrics of a run, without what depends on the clock."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return load_file(run / "model" / "model.safetensors"), kept
+
+
+def assert_equal_runs(a: Path, b: Path):
+    (weights_a, rows_a), (weights_b, rows_b) = results(a), results(b)
+    assert rows_a == rows_b
+    assert weights_a.keys() == weights_b.keys()
+    for name, weight in weights_a.items():
+        assert weight.tobytes() == weights_b[name].tobytes(), f"{name} differs"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "probe.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    """A run that nothing disturbed."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    done = ratchet("train", recipe, "--run-dir", run)
+    assert done.returncode == 0, done.stderr
+    return run, done.stdout
+
+
+def test_a_run_leaves_everything_where_it_says(whole):
+    run, output = whole
+    assert "Held-out accuracy" in output
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "curve.svg", "run.log", "model/config.json"):
+        assert (run / name).is_file(), name
+    assert list((run / "tensorboard").iterdir())
+    summary = json.loads((run / "summary.json").read_text())
+    assert [(s["name"], s["algorithm"], s["steps"]) for s in summary["stages"]] == [("sft", "sft", 4), ("rl", "grpo", 5)]
+    assert summary["seed"] == 0
+    assert summary["command"].startswith("ratchet train ")
+    assert set(summary["versions"]) == {"ratchet", "torch", "transformers", "python"}
+    for stage in summary["stages"]:
+        assert 0 <= stage["accuracy_before"] <= 1
+        assert 0 <= stage["accuracy_after"] <= 1
+        assert stage["seconds"] > 0
+    assert summary["stages"][1]["accuracy_before"] == summary["stages"][0]["accuracy_after"]
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(10))
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000008", "step-00000009"]
+
+
+def test_the_same_recipe_gives_the_same_bits(whole, recipe, tmp_path):
+    assert ratchet("train", recipe, "--run-dir", tmp_path / "again").returncode == 0
+    assert_equal_runs(whole[0], tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "step.sample:2:kill",  # before the first checkpoint: it starts anew
+        "step.update:4:kill",  # inside a step of the first stage
+        "step.sample:5:kill",  # between the stages
+        "step.update:8:kill",  # inside a step of the second, whose reference is the first stage's model
+        "checkpoint.after_write:3:kill",  # inside a save
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_bits(fault, whole, recipe, tmp_path):
+    run = tmp_path / "run"
+    killed = ratchet("train", recipe, "--run-dir", run, faults=fault)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = ratchet("train", "--resume", run)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_equal_runs(whole[0], run)
+
+
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(whole, recipe, tmp_path):
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "ratchet.cli", "train", str(recipe), "--run-dir", str(run), "stages.rl.steps=5"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text().count("\n"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"ratchet train --resume {run}" in output.replace("\n", "")
+    assert ratchet("train", "--resume", run).returncode == 0
+    assert_equal_runs(whole[0], run)
+
+
+def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
+    run, _ = whole
+    before = {p: p.read_bytes() for p in (run / "model").iterdir()}
+    again = ratchet("train", "--resume", run)
+    assert again.returncode == 0, again.stderr
+    assert "Held-out accuracy" in again.stdout
+    assert {p: p.read_bytes() for p in (run / "model").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["train"], 2, "give a recipe, or --resume"),
+        (["train", "absent.yaml"], 2, "absent.yaml"),
+        (["train", "{recipe}", "stages.rl.algorithm.clip_hihg=0.3"], 2, "clip_high"),
+        (["train", "{recipe}", "--run-dir", "{run}"], 1, "holds a run: continue it with --resume"),
+        (["train", "--resume", "{tmp}"], 1, "holds no run"),
+        (["eval", "{tmp}"], 2, "config.json"),
+        (["check", "{recipe}", "seed=-1"], 2, "seed"),
+    ],
+)
+def test_mistakes_are_named_without_a_traceback(arguments, status, message, whole, recipe, tmp_path):
+    filled = [a.format(recipe=recipe, run=whole[0], tmp=tmp_path) for a in arguments]
+    done = ratchet(*filled)
+    assert done.returncode == status, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_eval_and_chat_read_the_run(whole):
+    run, _ = whole
+    evaluated = ratchet("eval", run, "--tasks", 8, "--samples", 2)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "greedy" in evaluated.stdout
+    said = ratchet("chat", run, "--prompt", "21=", "--prompt", "hello")
+    assert said.returncode == 0, said.stderr
+    assert "'h'" in said.stdout  # a character that the tokenizer doesn't know: named, and the chat goes on
+
+
+def test_check_and_doctor(recipe):
+    checked = ratchet("check", recipe)
+    assert checked.returncode == 0
+    assert "6 prompts x 4 attempts = 24 trajectories" in checked.stdout
+    assert ratchet("doctor").returncode == 0
