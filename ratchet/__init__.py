@@ -1,4 +1,75 @@
 """Ratchet: post-training of language models by reinforcement learning, one path from a laptop to a cluster.
 
-`import ratchet` is light: public names load their modules on first use, and torch with them only where needed.
+`import ratchet` is light: a public name loads its module on first use, and torch with it only where it is needed.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ratchet.algorithms.config import GRPOConfig as GRPOConfig
+    from ratchet.algorithms.config import SFTConfig as SFTConfig
+    from ratchet.algorithms.grpo import build_grpo as build_grpo
+    from ratchet.algorithms.sft import build_sft as build_sft
+    from ratchet.build import Arena as Arena
+    from ratchet.build import Plan as Plan
+    from ratchet.build import Policy as Policy
+    from ratchet.build import make_run as make_run
+    from ratchet.config.loader import load_config as load_config
+    from ratchet.config.schema import EvaluationConfig as EvaluationConfig
+    from ratchet.config.schema import OptimizerConfig as OptimizerConfig
+    from ratchet.data.builtin_tokenizers import character_tokenizer as character_tokenizer
+    from ratchet.data.tokenizer import load_tokenizer as load_tokenizer
+    from ratchet.environments.arithmetic import Arithmetic as Arithmetic
+    from ratchet.environments.config import ArithmeticConfig as ArithmeticConfig
+    from ratchet.environments.config import CountdownConfig as CountdownConfig
+    from ratchet.environments.config import GSM8KConfig as GSM8KConfig
+    from ratchet.environments.config import SortingConfig as SortingConfig
+    from ratchet.environments.countdown import Countdown as Countdown
+    from ratchet.environments.gsm8k import GSM8K as GSM8K
+    from ratchet.environments.sorting import Sorting as Sorting
+    from ratchet.loop import train as train
+    from ratchet.models.load import init_policy as init_policy
+    from ratchet.models.load import load_policy as load_policy
+    from ratchet.models.presets import preset as preset
+    from ratchet.rewards.base import as_reward as as_reward
+    from ratchet.types import Group as Group
+    from ratchet.types import Message as Message
+    from ratchet.types import Sampling as Sampling
+    from ratchet.types import Task as Task
+    from ratchet.types import Trajectory as Trajectory
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ratchet.algorithms.config": ("GRPOConfig", "SFTConfig"),
+    "ratchet.algorithms.grpo": ("build_grpo",),
+    "ratchet.algorithms.sft": ("build_sft",),
+    "ratchet.build": ("Arena", "Plan", "Policy", "make_run"),
+    "ratchet.config.loader": ("load_config",),
+    "ratchet.config.schema": ("EvaluationConfig", "OptimizerConfig"),
+    "ratchet.data.builtin_tokenizers": ("character_tokenizer",),
+    "ratchet.data.tokenizer": ("load_tokenizer",),
+    "ratchet.environments.arithmetic": ("Arithmetic",),
+    "ratchet.environments.config": ("ArithmeticConfig", "CountdownConfig", "GSM8KConfig", "SortingConfig"),
+    "ratchet.environments.countdown": ("Countdown",),
+    "ratchet.environments.gsm8k": ("GSM8K",),
+    "ratchet.environments.sorting": ("Sorting",),
+    "ratchet.loop": ("train",),
+    "ratchet.models.load": ("init_policy", "load_policy"),
+    "ratchet.models.presets": ("preset",),
+    "ratchet.rewards.base": ("as_reward",),
+    "ratchet.types": ("Group", "Message", "Sampling", "Task", "Trajectory"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = ["__version__", *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ratchet' has no attribute '{name}'")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -74,11 +74,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class Arena:
-    """An environment with what judges it: `reward` for training, `yardstick` for evaluation (by default the same)."""
+    """An environment with what judges it: `reward` for training (None: its own steps give it), `yardstick` for evaluation
+    (None: the same)."""
 
     environment: Environment
-    reward: Reward | None
-    yardstick: Reward | None
+    reward: Reward | None = None
+    yardstick: Reward | None = None
 
     def copies(self) -> Callable[[], Environment]:
         """Makes instances for single attempts; they share their data (see `Environment.tasks`)."""
@@ -87,7 +88,11 @@ class Arena:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stage does, in numbers. `batch_size`: groups (prompts or rows) a step; `examples`: distinct training tasks."""
+    """What a stage does, in numbers.
+
+    batch_size: groups (prompts or rows) a step. examples: distinct training tasks, None for no limit. first_step: where its
+    step numbers begin; None goes on from the version that the generator has.
+    """
 
     name: str
     steps: int
@@ -98,11 +103,12 @@ class Plan:
     evaluation: EvaluationConfig = EvaluationConfig()
     examples: int | None = None
     seed: int = 0
-    first_step: int = 0
+    first_step: int | None = None
 
 
 def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **around: Any) -> Run:
     """The run of one stage in this process. `around`: further fields of `Run` (observers, saving, ...)."""
+    first = policy.generator.version if plan.first_step is None else plan.first_step
     plan = replace(plan, sampling=policy.ends(plan.sampling))
     learner = construct(
         plan.learner,
@@ -121,8 +127,8 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         roles=roles,
         batcher=Batcher(source, groups_per_step=plan.batch_size),
         link=SharedLink(policy.generator),
-        first_step=plan.first_step,
-        last_step=plan.first_step + plan.steps,
+        first_step=first,
+        last_step=first + plan.steps,
         evaluator=make_evaluator(policy, arena, plan),
         evaluate_every=plan.evaluation.every,
         **around,
@@ -145,7 +151,7 @@ def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None
         max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
         seed=seed_for(plan.seed, "evaluation"),
     )
-    return Evaluator(make_manager(policy, arena, arena.yardstick), tasks, sampling, samples=settings.samples)
+    return Evaluator(make_manager(policy, arena, arena.yardstick or arena.reward), tasks, sampling, samples=settings.samples)
 
 
 def _stream(arena: Arena, plan: Plan) -> TaskStream:

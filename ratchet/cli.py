@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ratchet import faults
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -84,12 +85,9 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point: an error meant for the user is printed without a traceback; 2 means nothing was started."""
-    faults = os.environ.get("RATCHET_FAULTS")
-    if faults:
-        from ratchet.faults import arm
-
-        arm(faults)
+    sys.path.insert(0, str(Path.cwd()))  # so that `kind: my_module:Mine` finds what lies beside the recipe
     try:
+        faults.arm(os.environ.get("RATCHET_FAULTS", ""))
         app()
     except RatchetError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)

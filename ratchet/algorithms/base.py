@@ -142,8 +142,7 @@ class Algorithm:
             bounds = [batch.n_groups * i // count for i in range(count + 1)] if count else []
             group_S = batch.group_S.tolist()
             parts = [
-                batch.take([s for s, g in enumerate(group_S) if low <= g < high])
-                for low, high in itertools.pairwise(bounds)
+                batch.take([s for s, g in enumerate(group_S) if low <= g < high]) for low, high in itertools.pairwise(bounds)
             ]
         for _ in range(self.epochs):
             yield from parts

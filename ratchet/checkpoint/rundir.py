@@ -12,9 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ratchet.errors import RunDirectoryError
+from ratchet.config.tree import read_file, write_text
+from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.observe.files import replace_text
 
 MAX_NAMED = 8  # differing keys that a message lists
@@ -59,9 +58,8 @@ class RunDirectory:
         Raises RunDirectoryError naming the keys that differ.
         """
         if not self.used:
-            text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             try:
-                replace_text(self.config, text)
+                replace_text(self.config, write_text(dict(config)))
             except OSError as error:
                 raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
             return
@@ -81,12 +79,9 @@ class RunDirectory:
     def read_config(self) -> dict[str, Any]:
         """The resolved recipe. Raises RunDirectoryError where there is none, or it is damaged."""
         try:
-            config = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            return read_file(self.config)[0].plain()
+        except ConfigError as error:
             raise RunDirectoryError(f"{self.path} holds no readable config.yaml, so it is no run directory: {error}") from error
-        if not isinstance(config, dict):
-            raise RunDirectoryError(f"{self.config} is no mapping of keys to values")
-        return config
 
     def _open_lock(self) -> int:
         try:

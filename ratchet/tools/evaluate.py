@@ -29,7 +29,8 @@ def evaluate_target(
         sampling, temperature=temperature or stage.evaluation.temperature or sampling.temperature, seed=seed_for(seed, "eval")
     )
     held_out = list(itertools.islice(arena.environment.tasks("test", seed=seed), tasks or stage.evaluation.tasks))
-    evaluator = Evaluator(make_manager(target.policy, arena, arena.yardstick), held_out, sampling, samples=samples)
+    manager = make_manager(target.policy, arena, arena.yardstick or arena.reward)
+    evaluator = Evaluator(manager, held_out, sampling, samples=samples)
     accuracy = asyncio.run(evaluator.run())
     table = Table(
         "held-out tasks", "greedy", f"sampled (mean of {samples} at temperature {sampling.temperature:g})", "truncated"

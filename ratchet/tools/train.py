@@ -95,15 +95,15 @@ class Session:
     def __init__(self, config: RunConfig, directory: RunDirectory, command: str) -> None:
         self.config, self.directory, self.command = config, directory, command
         self.console = Console()
-        self.store = CheckpointStore(directory.checkpoints, keep=max(stage.checkpoint.keep for stage in config.stages))
+        self.store = CheckpointStore(directory.checkpoints)
         self.summaries: list[StageSummary] = []  # of finished stages
         self.sinks = Sinks([])
 
     async def run(self) -> int:
         torch.set_num_threads(int(self.config.threads))
-        checkpoint = self.store.latest()
         with log_to(self.directory.log, console=self.console), stops_on_signals() as stop:
             log.info("%s", self.command)
+            checkpoint = self.store.latest()
             if checkpoint is not None:
                 log.info("continuing after step %d", checkpoint.step)
                 self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
@@ -130,6 +130,7 @@ class Session:
         return Sinks(sinks)
 
     async def _stage(self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> None:
+        self.store.keep = self.config.stages[index].checkpoint.keep
         run = build_run(self.config, index, policy, stop=stop)
         saver = Saver(self.store, run, self.summaries)
         run.save = saver.save

@@ -16,9 +16,9 @@ from ratchet.errors import TrainingError
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
+from ratchet.models.decoder import Decoder
 from ratchet.models.heads import ScalarHead
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.decoder import Decoder
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_learner
 
