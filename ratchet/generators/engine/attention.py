@@ -1,0 +1,129 @@
+"""Attention over the KV cache, as `attend` of `Decoder.forward`: of whole prompts, and of one new token a request.
+
+Both give a request the same bits whatever else is in the call, measured on CPUs with AVX2 and AVX-512: a prompt is padded to
+a length that depends on itself alone, and a decode step sums values in tiles that don't move with the longest neighbour.
+
+T = tokens, N = requests, H = query heads, K = key/value heads, G = H / K, D = head_dim, L = attended length (see `_stride`),
+B = prompts of one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ratchet.generators.engine.cache import KVCache
+
+STRIDE = 16  # scores and their softmax don't depend on padding, as long as the length is a multiple of this
+SMALLEST_PRODUCT = 512  # multiplications; below 400, PyTorch's `bmm` leaves BLAS for a plain loop, which rounds differently
+TILE = 128  # tokens; MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens on)
+PROMPT_STRIDE = 16
+
+
+class DecodeAttention:
+    """One query a slot, for the first N slots, which writes its key and value first.
+
+    positions_N: of the new tokens, int64. longest: tokens of the longest request, the new one included.
+    """
+
+    def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
+        self.cache, self.rows = cache, len(positions_N)
+        stride = _stride(cache.config.head_dim)
+        self.length = min(-(-longest // stride) * stride, cache.capacity)
+        self.index = cache.index(torch.arange(self.rows, device=positions_N.device), positions_N)
+        unseen_NL = torch.arange(self.length, device=positions_N.device) > positions_N[:, None]
+        self.bias_N11L = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=unseen_NL.device)
+        self.bias_N11L = self.bias_N11L.masked_fill_(unseen_NL, float("-inf"))[:, None, None]
+        exact = cache.dtype.itemsize >= 4 and positions_N.device.type == "cpu"
+        self.kernel = _tiled if exact else _fused
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        self.cache.write(layer, self.index, k_NKD, v_NKD)
+        q_NKGD = q_NHD.unflatten(1, (k_NKD.shape[1], -1))
+        k_NKLD = self.cache.keys[layer][: self.rows, :, : self.length]
+        v_NKLD = self.cache.values[layer][: self.rows, :, : self.length]
+        return self.kernel(q_NKGD, k_NKLD, v_NKLD, self.bias_N11L).reshape(q_NHD.shape)
+
+
+def _stride(head_dim: int) -> int:
+    stride = STRIDE
+    while stride * head_dim < SMALLEST_PRODUCT:
+        stride *= 2
+    return stride
+
+
+def _tiled(q_NKGD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, bias_N11L: Tensor) -> Tensor:
+    """Plain products, a third faster on a CPU than the fused kernel for small heads, and stable (see TILE)."""
+    rows, heads, group, size = q_NKGD.shape
+    length = k_NKLD.shape[2]
+    q, k, v = (q_NKGD * size**-0.5).flatten(0, 1), k_NKLD.flatten(0, 1), v_NKLD.flatten(0, 1)
+    scores_NKGL = torch.bmm(q, k.transpose(1, 2)).view(rows, heads, group, length).add_(bias_N11L)
+    weights = scores_NKGL.softmax(-1).flatten(0, 1)
+    out = torch.bmm(weights[..., :TILE], v[:, :TILE])
+    for start in range(TILE, length, TILE):
+        out.baddbmm_(weights[..., start : start + TILE], v[:, start : start + TILE])
+    return out
+
+
+def _fused(q_NKGD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, bias_N11L: Tensor) -> Tensor:
+    """One kernel, float32 inside: for accelerators and for narrow types, whose scores must not be rounded."""
+    mask = bias_N11L.expand(-1, 1, q_NKGD.shape[2], -1)
+    return F.scaled_dot_product_attention(q_NKGD, k_NKLD, v_NKLD, attn_mask=mask)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Prompts that are padded to one width. gather: int64 [B * width], the token that fills each cell (padding repeats the
+    prompt's last one, behind all that sees it); cells, tokens: where each real token's result lies, and belongs."""
+
+    prompts: int
+    gather: Tensor
+    cells: Tensor
+    tokens: Tensor
+
+
+class PrefillAttention:
+    """Causal attention within each of the prompts laid end to end; tokens behind the last prompt are padding, and get 0.
+
+    sources [n], targets [n * K]: which tokens' keys and values go where in the cache (`KVCache.index`); a prompt that
+    several requests share goes to several slots.
+    """
+
+    def __init__(self, cache: KVCache, lengths: NDArray[np.int64], sources: Tensor, targets: Tensor) -> None:
+        self.cache, self.sources, self.targets = cache, sources, targets
+        self.buckets = _buckets(lengths, sources.device)
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        self.cache.write(layer, self.targets, k_TKD.index_select(0, self.sources), v_TKD.index_select(0, self.sources))
+        out_THD = torch.zeros_like(q_THD)
+        for bucket in self.buckets:
+            out_THD.index_copy_(0, bucket.tokens, _causal(bucket, q_THD, k_TKD, v_TKD))
+        return out_THD
+
+
+def _causal(bucket: _Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def rows(x: Tensor) -> Tensor:  # [T, heads, D] -> [B, heads, width, D]
+        return x.index_select(0, bucket.gather).unflatten(0, (bucket.prompts, -1)).transpose(1, 2)
+
+    q, k, v = rows(q_THD), rows(k_TKD), rows(v_TKD)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells)
+
+
+def _buckets(lengths: NDArray[np.int64], device: torch.device) -> list[_Bucket]:
+    starts = np.cumsum(lengths) - lengths
+    widths = -(-lengths // PROMPT_STRIDE) * PROMPT_STRIDE
+    buckets = []
+    for width in np.unique(widths):
+        picked = widths == width
+        offsets = np.arange(width)
+        gather = starts[picked, None] + np.minimum(offsets, lengths[picked, None] - 1)
+        cells = np.flatnonzero(offsets < lengths[picked, None])
+        index = (torch.from_numpy(x).to(device) for x in (gather.ravel(), cells, gather.ravel()[cells]))
+        buckets.append(_Bucket(int(picked.sum()), *index))
+    return buckets

@@ -1,0 +1,85 @@
+"""Keys and values of running requests: one slot a request, its tokens in order.
+
+R = slots, K = key/value heads, C = capacity of a slot in tokens, D = head_dim, N = tokens that are written at once.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from ratchet.models.config import DecoderConfig
+
+MIN_CAPACITY = 64  # tokens; capacities are powers of two from here on
+
+
+class KVCache:
+    """Slots and their capacity grow by doubling, so that what is copied stays below twice what is stored.
+
+    Memory always holds finite numbers: attention reads beyond a request's end with weight 0, and 0 * NaN is NaN.
+    """
+
+    def __init__(self, config: DecoderConfig, *, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.max_rows, self.dtype, self.device = config, max_rows, dtype, device
+        self.bytes_per_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows = self.capacity = 0
+        self.keys: list[Tensor] = []  # [R, K, C, D] by layer
+        self.values: list[Tensor] = []
+
+    def plan(self, rows: int, length: int) -> tuple[int, int]:
+        """(slots, capacity) after `reserve(rows, length)`."""
+        rows = max(self.rows, min(_power_of_two(rows), self.max_rows), rows)
+        return rows, max(self.capacity, MIN_CAPACITY, _power_of_two(length))
+
+    def bytes_for(self, rows: int, length: int) -> int:
+        """What the cache takes after `reserve(rows, length)`."""
+        rows, capacity = self.plan(rows, length)
+        return rows * capacity * self.bytes_per_token
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Makes room for `rows` slots of `length` tokens; what is stored stays."""
+        rows, capacity = self.plan(rows, length)
+        if (rows, capacity) == (self.rows, self.capacity):
+            return
+        shape = (rows, self.config.n_kv_heads, capacity, self.config.head_dim)
+        for store in (self.keys, self.values):
+            for layer in range(self.config.n_layers):
+                grown = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                if layer < len(store):
+                    grown[: self.rows, :, : self.capacity] = store[layer]
+                    store[layer] = grown
+                else:
+                    store.append(grown)
+        self.rows, self.capacity = rows, capacity
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copies the first `length` tokens of some slots over others (int64 [n] both, disjoint)."""
+        for store in (*self.keys, *self.values):
+            used = store[:, :, :length]
+            used.index_copy_(0, targets, used.index_select(0, sources))
+
+    def index(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Where token `position` of each slot lies in a layer's [R * K * C, D], int64 [N * K]."""
+        heads = torch.arange(self.config.n_kv_heads, device=rows_N.device)
+        return ((rows_N[:, None] * self.config.n_kv_heads + heads) * self.capacity + positions_N[:, None]).flatten()
+
+    def write(self, layer: int, index: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
+        self.keys[layer].view(-1, self.config.head_dim).index_copy_(0, index, k_NKD.flatten(0, 1))
+        self.values[layer].view(-1, self.config.head_dim).index_copy_(0, index, v_NKD.flatten(0, 1))
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that isn't below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes that the cache may take when the user names no bound."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

@@ -1,0 +1,49 @@
+"""The embedded engine: continuous batching in this process, on the learner's own weights.
+
+It holds no copy of any weight: after an in-place optimizer step the next token comes from the new weights, and `commit`
+only names their version. Equal (prompt, sampling, weights) give equal completions, whatever else is running.
+"""
+
+from __future__ import annotations
+
+from ratchet.errors import ModelError
+from ratchet.generators.config import EngineConfig
+from ratchet.generators.engine.cache import default_budget
+from ratchet.generators.engine.rows import stable_rows
+from ratchet.generators.engine.scheduler import GIB, Limits, Scheduler
+from ratchet.generators.engine.stopping import TextDecoder
+from ratchet.generators.front import Front
+from ratchet.models.decoder import Decoder
+from ratchet.models.hf import canonical_weights
+from ratchet.models.policy import DecoderPolicy, PolicyModel
+
+
+class Engine(Front):
+    """model: the built-in decoder, or a policy around it. Raises ModelError for any other model.
+
+    The asynchronous methods are those of `Generator`; `generate_all` is the same without an event loop.
+    """
+
+    core: Scheduler
+
+    def __init__(self, config: EngineConfig, model: Decoder | PolicyModel, tokenizer: TextDecoder | None = None) -> None:
+        decoder = model.decoder if isinstance(model, DecoderPolicy) else model
+        if not isinstance(decoder, Decoder):
+            raise ModelError(f"the engine can't run a {type(model).__name__}: set generator.kind to hf, which runs any model")
+        device = decoder.head_weight.device
+        auto_rows, auto_cache = config.row_multiple == "auto", config.kv_cache_gib == "auto"
+        limits = Limits(
+            max_running=config.max_running,
+            kv_bytes=default_budget(device) if auto_cache else int(float(config.kv_cache_gib) * GIB),
+            prefill_tokens=config.prefill_tokens,
+            row_multiple=stable_rows(decoder) if auto_rows else int(config.row_multiple),
+        )
+        positions = decoder.config.max_positions
+        super().__init__(
+            Scheduler(decoder, limits),
+            canonical_weights(decoder),
+            tokenizer,
+            vocab_size=decoder.config.vocab_size,
+            max_context=min(config.max_context or positions, positions),
+            keep_kv=config.keep_kv,
+        )

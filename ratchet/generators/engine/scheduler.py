@@ -1,0 +1,304 @@
+"""Continuous batching: requests enter free slots at once, every running one gets a token a step, and whoever has ended leaves.
+
+T = prompt tokens of a forward, N = requests, d = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, islice
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ratchet.errors import ConfigError, ModelError
+from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
+from ratchet.generators.engine.cache import MIN_CAPACITY, KVCache
+from ratchet.generators.engine.sampling import draw, uniforms
+from ratchet.generators.engine.slots import Active, Slots
+from ratchet.generators.requests import Request
+from ratchet.models.decoder import Decoder
+from ratchet.types import StopReason
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_running: requests with a slot. kv_bytes: of the cache. prefill_tokens: of one forward, unless a prompt is longer.
+    row_multiple: see `engine.rows`."""
+
+    max_running: int
+    kv_bytes: int
+    prefill_tokens: int
+    row_multiple: int
+
+
+class Scheduler:
+    """Implements `Core` for the built-in decoder, whose own parameters it reads at every step.
+
+    prefilled_tokens, decoded_tokens: tokens that went through the model so far, padding left out.
+    """
+
+    def __init__(self, decoder: Decoder, limits: Limits) -> None:
+        weight = decoder.head_weight
+        self.decoder, self.limits, self.device = decoder, limits, weight.device
+        self.vocab_size = decoder.config.vocab_size
+        max_rows = _ceil(limits.max_running, limits.row_multiple)
+        self.cache = KVCache(decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device)
+        self.slots = Slots(vocab_size=self.vocab_size, row_multiple=limits.row_multiple, device=weight.device)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # by slot
+        self.version = 0
+        self.longest = MIN_CAPACITY if self._fits(1, MIN_CAPACITY) else 0  # tokens of a request that has the cache to itself
+        while 0 < self.longest < self.decoder.config.max_positions and self._fits(1, 2 * self.longest):
+            self.longest *= 2
+        self.prefilled_tokens = self.decoded_tokens = 0
+        self._active: Active | None = None  # of all running requests; None when they have changed
+        self._watching = 0  # running requests with stop strings
+        self._stale = False  # keys and values belong to older weights
+
+    # --- requests come and go
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Raises ConfigError when the cache could never hold it."""
+        if request.limit > self.longest:
+            raise ConfigError(
+                f"a request of up to {request.limit} tokens doesn't fit a KV cache of {self.limits.kv_bytes / GIB:.3g} GiB, "
+                f"which holds {self.longest}: raise generator.kv_cache_gib or lower sampling.max_new_tokens"
+            )
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        if request in self.running:
+            self._leave([self.running.index(request)])
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def abort(self) -> None:
+        waiting, self.waiting = list(self.waiting), deque()
+        self._retire(dict.fromkeys(range(len(self.running)), StopReason.ABORTED))
+        for request in waiting:
+            request.deliver(request.without_tokens(StopReason.ABORTED))
+
+    def reset(self) -> list[Request]:
+        left = [*self.running, *self.waiting]
+        self.running, self.waiting = [], deque()
+        self.cache.clear()
+        self.slots.clear()
+        self._active, self._watching, self._stale = None, 0, False
+        return left
+
+    def commit(self, version: int, *, keep_kv: bool) -> None:
+        self.version = version
+        self._stale |= bool(self.running) and not keep_kv
+        for row, request in enumerate(self.running):
+            request.marks.append((int(self.slots.lengths[row] - self.slots.prompts[row]), version))
+
+    # --- a step
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Raises ModelError when the logits of a request that ends here weren't finite."""
+        if self._stale:
+            self._refresh()
+        while batch := self._admissible():
+            self._enter(batch)
+        if self.running:
+            self._decode()
+
+    def _admissible(self) -> list[Request]:
+        """Takes the waiting requests that may enter now, in order: as slots, memory and the size of a forward allow."""
+        if self.waiting and not self.running and not self._fits(1, self.waiting[0].limit):
+            self.cache.clear()  # it has the shape of earlier requests
+            self.slots.clear()
+        tokens, batch, prompts = 0, list[Request](), set[bytes]()
+        for request in islice(self.waiting, self.limits.max_running - len(self.running)):
+            if request.key not in prompts:
+                tokens += len(request.prompt)
+                prompts.add(request.key)
+            if batch and tokens > self.limits.prefill_tokens:
+                break
+            batch.append(request)
+        reach = int(self.slots.limits[: len(self.running)].max(initial=0))
+        reaches = list(accumulate((request.limit for request in batch), max, initial=reach))
+        counts = range(1, len(batch) + 1)
+        count = bisect_left(counts, True, key=lambda n: not self._fits(len(self.running) + n, reaches[n]))
+        return [self.waiting.popleft() for _ in range(count)]
+
+    def _fits(self, rows: int, length: int) -> bool:
+        return self.cache.bytes_for(_ceil(rows, self.limits.row_multiple), length) <= self.limits.kv_bytes
+
+    def _reserve(self, rows: int, length: int) -> bool:
+        """Whether anything had to grow."""
+        before = self.cache.rows, self.cache.capacity
+        self.cache.reserve(rows, length)
+        self.slots.reserve(self.cache.rows, self.cache.capacity)
+        return before != (self.cache.rows, self.cache.capacity)
+
+    def _enter(self, batch: list[Request]) -> None:
+        """Gives the requests the next free slots, computes each distinct prompt once, and draws their first tokens."""
+        first, count = len(self.running), len(batch)
+        numbers: dict[bytes, int] = {}
+        which_N = np.array([numbers.setdefault(request.key, len(numbers)) for request in batch])
+        prompts = [np.frombuffer(key, dtype=np.int64) for key in numbers]
+        lengths_P = np.array([len(prompt) for prompt in prompts])
+        starts_P = np.cumsum(lengths_P) - lengths_P
+        self._reserve(_ceil(first + count, self.limits.row_multiple), int(lengths_P.max()) + 1)
+        self.slots.enter(batch, first)
+
+        own_N = lengths_P[which_N]
+        rows, positions = np.repeat(np.arange(first, first + count), own_N), _counting(own_N)
+        sources = np.repeat(starts_P[which_N], own_N) + positions
+        tokens_T = self._upload(np.concatenate(prompts))
+        self.slots.store(self._upload(rows), self._upload(positions), tokens_T[self._upload(sources)])
+        hidden_Td = self._prefill(tokens_T, lengths_P, sources, rows, positions)
+
+        self.running += batch
+        self._active = None
+        self._watching += sum(request.watch is not None for request in batch)
+        for request in batch:
+            request.marks.append((0, self.version))
+        last_N = (starts_P + lengths_P - 1)[which_N]
+        padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
+        self._retire(self._emit(self.slots.active(first, first + count), hidden_Td.index_select(0, self._upload(padded))))
+
+    def _refresh(self) -> None:
+        """Computes the keys and values of all running requests anew: of all their tokens but the last, which is fed next."""
+        self._stale = False
+        lengths = self.slots.lengths[: len(self.running)] - 1
+        for rows in _spans(lengths, self.limits.prefill_tokens):
+            own = lengths[rows]
+            slots, positions = np.repeat(np.arange(rows.start, rows.stop), own), _counting(own)
+            tokens_T = self.slots.tokens_RC[self._upload(slots), self._upload(positions)]
+            self._prefill(tokens_T, own, np.arange(len(tokens_T)), slots, positions)
+
+    def _prefill(
+        self,
+        tokens_T: Tensor,
+        lengths: NDArray[np.int64],
+        sources: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> Tensor:
+        """Hidden states of sequences laid end to end, [T, d] and padding rows. Keys and values of token `sources[i]` go to
+        `positions[i]` of slot `slots[i]`."""
+        padding = (0, -len(tokens_T) % self.limits.row_multiple)
+        targets = self.cache.index(self._upload(slots), self._upload(positions))
+        attend = PrefillAttention(self.cache, lengths, self._upload(sources), targets)
+        self.prefilled_tokens += len(tokens_T)
+        return self.decoder(F.pad(tokens_T, padding), F.pad(self._upload(_counting(lengths)), padding), attend)
+
+    def _upload(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _decode(self) -> None:
+        if self._active is None:
+            self._active = self.slots.active(0, len(self.running))
+        active, longest = self._active, int(self.slots.lengths[: len(self.running)].max())
+        if self._reserve(len(active.feed), longest + 1):
+            self._active = active = self.slots.active(0, len(self.running))
+        attend = DecodeAttention(self.cache, active.positions, longest)
+        hidden = self.decoder(active.feed, active.positions, attend)
+        self.decoded_tokens += active.count
+        self._retire(self._emit(active, hidden))
+
+    def _emit(self, active: Active, hidden_Nd: Tensor) -> Mapping[int, StopReason]:
+        """Draws the next token of each slot in the range, from hidden states that may end with padding rows. Returns the slots
+        that have ended."""
+        weight_Vd = self.decoder.head_weight
+        dtype = torch.promote_types(weight_Vd.dtype, torch.float32)  # as the learner computes them
+        weight_Vd, count = weight_Vd.to(dtype), active.count
+        u_N = uniforms(
+            torch.cat([chunk.settings.streams_N for chunk in active.chunks]), active.positions[:count] + 1 - active.prompts_N
+        )
+        draws = []
+        for chunk in active.chunks:
+            padded = hidden_Nd[chunk.rows.start : _ceil(chunk.rows.stop, self.limits.row_multiple)].to(dtype)
+            logits_NV = F.linear(padded, weight_Vd)[: chunk.rows.stop - chunk.rows.start]
+            draws.append(draw(logits_NV, u_N[chunk.rows], chunk.settings))
+        return self._ended(active, self.slots.record(active, draws))
+
+    def _ended(self, active: Active, tokens_N: Tensor) -> Mapping[int, StopReason]:
+        """The weakest reason first: a stop id outdoes a stop string, which outdoes a limit."""
+        first, end = active.first, active.first + active.count
+        full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
+        ended = {row: self.running[row].reason_at_limit for row in full.tolist()}
+        watched = [row for row in range(first, end) if self.running[row].watch] if self._watching else []
+        if watched:
+            picked = tokens_N[torch.tensor(watched, device=self.device) - first]
+            for row, token in zip(watched, picked.tolist(), strict=True):
+                watch = self.running[row].watch
+                if watch is not None and watch.feed(token):
+                    ended[row] = StopReason.STOP_STRING
+        if active.stops_NS is not None:
+            hits = (tokens_N[:, None] == active.stops_NS).any(-1).nonzero()[:, 0]
+            ended |= dict.fromkeys((hits + first).tolist(), StopReason.STOP_TOKEN)
+        return ended
+
+    # --- the end of a request
+
+    def _retire(self, ended: Mapping[int, StopReason]) -> None:
+        """Delivers the results of these slots and frees them."""
+        if not ended:
+            return
+        rows = list(ended)
+        requests = [self.running[row] for row in rows]
+        results = self.slots.read(rows)
+        if any(np.isnan(logprobs).any() for _, logprobs, _ in results):
+            raise ModelError(
+                f"the model's logits aren't finite (weights version {self.version}): an update has broken the weights; "
+                "lower the learning rate, or go back to the last checkpoint"
+            )
+        self._leave(rows)
+        for request, (tokens, logprobs, kept), stop in zip(requests, results, ended.values(), strict=True):
+            request.deliver(request.complete(tokens, logprobs, kept, stop))
+
+    @torch.inference_mode()
+    def _leave(self, rows: list[int]) -> None:
+        """Frees slots; the last running requests move into the gaps."""
+        remaining, gone = len(self.running) - len(rows), set(rows)
+        holes = [row for row in rows if row < remaining]
+        movers = [row for row in range(remaining, len(self.running)) if row not in gone]
+        self._watching -= sum(self.running[row].watch is not None for row in rows)
+        self._active = None
+        if movers:
+            length = int(self.slots.lengths[movers].max())
+            self.slots.move(movers, holes, length)
+            sources, targets = (torch.tensor(part, device=self.device) for part in (movers, holes))
+            self.cache.move(sources, targets, length)
+        for source, target in zip(movers, holes, strict=True):
+            self.running[target] = self.running[source]
+        del self.running[remaining:]
+
+
+def _ceil(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _counting(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 .. n-1 for each n, laid end to end."""
+    ends = np.cumsum(lengths)
+    return np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
+
+
+def _spans(lengths: NDArray[np.int64], budget: int) -> Iterator[slice]:
+    """Consecutive ranges whose lengths sum to at most `budget`, or that have one entry."""
+    start, used = 0, 0
+    for row, length in enumerate(lengths.tolist()):
+        if row > start and used + length > budget:
+            yield slice(start, row)
+            start, used = row, 0
+        used += length
+    if start < len(lengths):
+        yield slice(start, len(lengths))

@@ -1,0 +1,39 @@
+"""Stop strings: found in the decoded text, wherever the tokens' boundaries lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+SHORTEST_WINDOW = 32  # tokens; below it, trimming costs more than it saves
+
+
+class TextDecoder(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def decode(self, ids: list[int], /) -> str: ...
+
+
+class StopStrings:
+    """Watches one completion, token by token.
+
+    Only the end of the completion is decoded: a window of tokens with at least twice the longest stop string in text. What a
+    tokenizer does differently at the start of a text (a space dropped, half a character) thus can't touch a match.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: TextDecoder) -> None:
+        self.strings, self.tokenizer = tuple(strings), tokenizer
+        self.margin = 2 * max(map(len, self.strings))
+        self.window: list[int] = []
+
+    def feed(self, token: int) -> bool:
+        """Whether a stop string is complete now. A character of several tokens counts from its last one on."""
+        self.window.append(token)
+        text = self.tokenizer.decode(self.window)
+        if any(string in text for string in self.strings):
+            return True
+        if len(self.window) >= SHORTEST_WINDOW:
+            half = self.window[len(self.window) // 2 :]
+            if len(self.tokenizer.decode(half)) > self.margin:
+                self.window = half
+        return False

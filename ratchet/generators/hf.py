@@ -1,0 +1,205 @@
+"""Any causal language model of transformers as a generator: one padded batch after the other, with transformers' own cache.
+
+Slower than the engine (padding, no continuous batching, no shared prompts), for the models that the engine can't run. Seeds
+mean the same in both: with equal weights they give equal tokens, but for logits that differ in their last bits.
+
+N = rows of the batch, L = tokens of the longest row, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ratchet.errors import ModelError
+from ratchet.generators.config import HFConfig
+from ratchet.generators.engine.sampling import Settings, draw, uniforms
+from ratchet.generators.engine.stopping import TextDecoder
+from ratchet.generators.front import Front
+from ratchet.generators.requests import Request
+from ratchet.models.decoder import Decoder
+from ratchet.models.policy import DecoderPolicy, PolicyModel
+from ratchet.types import StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ratchet.models.auto import TransformersPolicy
+
+
+class HFGenerator(Front):
+    """model: an instance of `AutoModelForCausalLM`, or a policy around one; its parameters are read at every step.
+
+    Raises ModelError for the built-in decoder.
+    """
+
+    core: PaddedBatches
+
+    def __init__(
+        self, config: HFConfig, model: PreTrainedModel | PolicyModel | nn.Module, tokenizer: TextDecoder | None = None
+    ) -> None:
+        if isinstance(model, Decoder | DecoderPolicy):
+            raise ModelError("the built-in decoder isn't a transformers model: set generator.kind to engine")
+        causal: Any = _unwrapped(model) if isinstance(model, PolicyModel) else model
+        text = causal.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None) or config.max_context
+        if positions is None:
+            raise ModelError(f"{type(causal).__name__} doesn't name its longest context: set generator.max_context")
+        vocab_size = causal.get_output_embeddings().weight.shape[0]
+        weights = model.canonical_weights() if isinstance(model, PolicyModel) else _named_weights(causal)
+        super().__init__(
+            PaddedBatches(causal, max_running=config.max_running, vocab_size=vocab_size),
+            weights,
+            tokenizer,
+            vocab_size=vocab_size,
+            max_context=min(config.max_context or positions, positions),
+            keep_kv=config.keep_kv,
+        )
+
+
+def _unwrapped(policy: PolicyModel) -> Any:
+    wrapping: TransformersPolicy = policy  # pyright: ignore[reportAssignmentType] (its module imports transformers)
+    return wrapping.model
+
+
+def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+class _Row:
+    """A running request: its sequence so far, and what was recorded of its new tokens."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = request.prompt.tolist()
+        self.logprobs: list[float] = []
+        self.log_kept: list[float] = []
+
+    def add(self, token: int, logprob: float, log_kept: float) -> StopReason | None:
+        """Why the completion has ended, if it has."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.log_kept.append(log_kept)
+        request = self.request
+        matched = request.watch is not None and request.watch.feed(token)
+        if token in request.sampling.stop_ids:
+            return StopReason.STOP_TOKEN
+        if matched:
+            return StopReason.STOP_STRING
+        return request.reason_at_limit if len(self.tokens) == request.limit else None
+
+    def deliver(self, stop: StopReason) -> None:
+        new = np.array(self.tokens[len(self.request.prompt) :], dtype=np.int64)
+        logprobs, log_kept = (np.array(column, dtype=np.float32) for column in (self.logprobs, self.log_kept))
+        self.request.deliver(self.request.complete(new, logprobs, log_kept, stop))
+
+
+class PaddedBatches:
+    """Implements `Core`: requests that wait together form a batch, padded on the left; rows that end leave it."""
+
+    def __init__(self, model: Any, *, max_running: int, vocab_size: int) -> None:
+        self.model, self.max_running, self.vocab_size = model, max_running, vocab_size
+        self.waiting: deque[Request] = deque()
+        self.rows: list[_Row] = []
+        self.version = 0
+        self._cache: Any = None  # transformers' keys and values of all rows; None: to be computed anew
+        self._mask_NL = torch.zeros(0, 0, dtype=torch.int64)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.rows)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._keep([i for i, row in enumerate(self.rows) if row.request is not request])
+
+    def abort(self) -> None:
+        rows = self.rows + [_Row(request) for request in self.waiting]
+        self.reset()
+        for row in rows:
+            row.deliver(StopReason.ABORTED)
+
+    def reset(self) -> list[Request]:
+        left = [*(row.request for row in self.rows), *self.waiting]
+        self.rows, self.waiting, self._cache = [], deque(), None
+        return left
+
+    def commit(self, version: int, *, keep_kv: bool) -> None:
+        self.version = version
+        if not keep_kv:
+            self._cache = None
+        for row in self.rows:
+            row.request.marks.append((len(row.logprobs), version))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Raises ModelError when logits aren't finite."""
+        if not self.rows:
+            count = min(len(self.waiting), self.max_running)
+            self.rows = [_Row(self.waiting.popleft()) for _ in range(count)]
+            for row in self.rows:
+                row.request.marks.append((0, self.version))
+        training = self.model.training
+        self.model.eval()  # in training mode transformers drops out, and caches nothing when it checkpoints activations
+        logits_NV = self._forward()
+        self.model.train(training)
+        device = logits_NV.device
+        samplings = [row.request.sampling for row in self.rows]
+        settings = Settings.from_samplings(samplings, self.vocab_size, device)
+        index_N = torch.tensor([len(row.logprobs) for row in self.rows], device=device)
+        drawn = draw(logits_NV, uniforms(settings.streams_N, index_N), settings)
+        if drawn.logprobs_N.isnan().any():
+            raise ModelError(f"the model's logits aren't finite (weights version {self.version}): an update broke the weights")
+        log_kept_N = torch.zeros_like(drawn.logprobs_N)
+        if settings.filters is not None and drawn.log_kept_F is not None:
+            log_kept_N[settings.filters.rows_F] = drawn.log_kept_F.to(log_kept_N.dtype)
+        columns = zip(drawn.tokens_N.tolist(), drawn.logprobs_N.tolist(), log_kept_N.tolist(), strict=True)
+        reasons = [row.add(*column) for row, column in zip(self.rows, columns, strict=True)]
+        ended = [(row, reason) for row, reason in zip(self.rows, reasons, strict=True) if reason is not None]
+        self._keep([i for i, reason in enumerate(reasons) if reason is None])
+        for row, reason in ended:
+            row.deliver(reason)
+
+    def _keep(self, kept: list[int]) -> None:
+        """Drops all other rows."""
+        if len(kept) == len(self.rows):
+            return
+        self.rows = [self.rows[i] for i in kept]
+        self._mask_NL = self._mask_NL[kept]
+        if not kept:
+            self._cache = None
+        elif self._cache is not None:
+            self._cache.batch_select_indices(torch.tensor(kept, device=self._mask_NL.device))
+
+    def _forward(self) -> Tensor:
+        """Logits of each row's next token [N, V], float32 or better; feeds what the cache doesn't have yet."""
+        device = self.model.device
+        if self._cache is None:
+            longest = max(len(row.tokens) for row in self.rows)
+            padded = [[0] * (longest - len(row.tokens)) + row.tokens for row in self.rows]
+            feed = torch.tensor(padded, device=device)
+            padding = torch.tensor([[longest - len(row.tokens)] for row in self.rows], device=device)
+            self._mask_NL = (torch.arange(longest, device=device) >= padding).long()
+        else:
+            feed = torch.tensor([row.tokens[-1:] for row in self.rows], device=device)
+            self._mask_NL = torch.cat([self._mask_NL, self._mask_NL.new_ones(len(self.rows), 1)], dim=1)
+        positions = (self._mask_NL.cumsum(-1) - 1).clamp_(min=0)[:, -feed.shape[1] :]
+        out = self.model(
+            input_ids=feed,
+            attention_mask=self._mask_NL,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._cache = out.past_key_values
+        last_NV = out.logits[:, -1]
+        return last_NV.to(torch.promote_types(last_NV.dtype, torch.float32), copy=True)

@@ -1,0 +1,84 @@
+"""A request on its way through a generator of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.generators.engine.stopping import StopStrings
+from ratchet.types import Completion, Sampling, StopReason
+
+
+@dataclass(eq=False)
+class Request:
+    """prompt: int64, at least one token. limit: tokens at which the whole sequence ends, more than the prompt has.
+
+    `deliver` and `fail`: exactly one of them is called, once, unless the request is cancelled.
+    """
+
+    prompt: NDArray[np.int64]
+    sampling: Sampling
+    limit: int
+    deliver: Callable[[Completion], None]
+    fail: Callable[[BaseException], None]
+    watch: StopStrings | None = None
+    key: bytes = field(init=False)  # equal for equal prompts
+    marks: list[tuple[int, int]] = field(default_factory=list)  # (new tokens so far, version of the next ones)
+
+    def __post_init__(self) -> None:
+        self.key = self.prompt.tobytes()
+
+    @property
+    def reason_at_limit(self) -> StopReason:
+        reached = self.limit == len(self.prompt) + self.sampling.max_new_tokens
+        return StopReason.LENGTH if reached else StopReason.CONTEXT
+
+    def complete(
+        self,
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        log_kept_mass: NDArray[np.float32] | None,
+        stop: StopReason,
+    ) -> Completion:
+        """log_kept_mass: None where no filter is on."""
+        kept = np.zeros(len(tokens), dtype=np.float32) if log_kept_mass is None else log_kept_mass
+        return Completion(tokens, logprobs, kept, self._versions(len(tokens)), stop)
+
+    def without_tokens(self, stop: StopReason) -> Completion:
+        return self.complete(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), None, stop)
+
+    def _versions(self, count: int) -> NDArray[np.int32]:
+        versions = np.empty(count, dtype=np.int32)
+        for start, version in self.marks:
+            versions[start:] = version
+        return versions
+
+
+class Core(Protocol):
+    """What the asynchronous front drives: it owns the requests from `add` until it delivers, cancels or gives them back."""
+
+    version: int
+
+    @property
+    def busy(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request: Request) -> None:
+        """Forgets it, wherever it is; one that has already been delivered is none of its business."""
+        ...
+
+    def abort(self) -> None: ...
+    def step(self) -> None:
+        """At least one new token for every running request."""
+        ...
+
+    def commit(self, version: int, *, keep_kv: bool) -> None:
+        """The weights have changed: stamps the tokens drawn from now on. keep_kv: old keys and values stay in use."""
+        ...
+
+    def reset(self) -> list[Request]:
+        """Gives back every request undelivered, and drops all state: after an error, nothing is trusted."""
+        ...
