@@ -6,6 +6,7 @@ forked is several sequences, but one draw from the policy.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -16,12 +17,21 @@ from ratchet.batch import Batch
 from ratchet.errors import DataError
 
 
-def group_relative(batch: Batch, state: AlgoState, *, scale: Literal["std", "none"] = "std", epsilon: float = 1e-6) -> Batch:
+def group_relative(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    scale: Literal["std", "none"] = "std",
+    epsilon: float = 1e-6,
+    equal_rewards: Literal["keep", "drop"] = "keep",
+) -> Batch:
     """A = (r - mean(r of the group)) / (std(r of the group) + epsilon), the same for every trainable token of a sequence.
 
     GRPO (arXiv:2402.03300) section 4.1.2, with the sample standard deviation (ddof 1); `scale="none"` drops the division:
     Dr. GRPO (arXiv:2503.20783). Only scored training attempts enter the statistics; a sequence without a score gets 0. Equal
-    rewards, a lone attempt among them, give exactly 0.
+    rewards, a lone attempt among them, give exactly 0; `equal_rewards="drop"` takes such groups out of the final mask, so that
+    no term trains on them and no mean is diluted by them (the filter of DAPO, arXiv:2503.14476, section 3.2, without its
+    resampling).
     """
     counted_S = batch.train_S & batch.scored_S
     attempt_S, group_A, rewards_A = _attempts(batch, counted_S)
@@ -39,6 +49,8 @@ def group_relative(batch: Batch, state: AlgoState, *, scale: Literal["std", "non
     advantages_A = torch.where(equal_G[group_A], 0.0, centred_A)
     advantages_S = torch.zeros(batch.n_sequences, dtype=torch.float64)
     advantages_S[counted_S] = advantages_A[attempt_S]
+    if equal_rewards == "drop":
+        batch = replace(batch, trainable_T=batch.trainable_T & ~equal_G[batch.group_S][batch.sequence_T])
     return spread(batch, advantages_S)
 
 

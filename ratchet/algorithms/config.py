@@ -45,6 +45,10 @@ class GRPOConfig(AlgorithmConfig):
         default="std", description='Divide a group\'s advantages by the standard deviation of its rewards; "none": Dr. GRPO.'
     )
     std_epsilon: float = Field(default=1e-6, gt=0, description="Added to that standard deviation.")
+    equal_rewards: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="Groups whose rewards are all equal have no signal; drop: nor any part in the means over the batch.",
+    )
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="The probability ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(default=0.2, gt=0, description="The probability ratio is clipped above 1 + clip_high.")
     dual_clip: float | None = Field(

@@ -30,7 +30,9 @@ def build_grpo(config: GRPOConfig) -> Algorithm:
         source=config.source,
         losses={"policy": tuple(terms)},
         passes=tuple(passes),
-        advantage=partial(group_relative, scale=config.advantage_scale, epsilon=config.std_epsilon),
+        advantage=partial(
+            group_relative, scale=config.advantage_scale, epsilon=config.std_epsilon, equal_rewards=config.equal_rewards
+        ),
         minibatches=config.minibatches,
         epochs=config.epochs,
         group_size=config.group_size,

@@ -97,9 +97,10 @@ class LocalLearner:
         )
         self.steps_taken += 1
         metrics: dict[str, float] = {"lr": schedule.lr * factor, "skipped_empty": 0.0, "skipped_nonfinite": 0.0}
-        if not _counts(mini, terms):
+        active = weighing_rows(mini, terms)
+        if not active:
             return {**metrics, "skipped_empty": 1.0}
-        sums = self._accumulate(mini, terms)
+        sums = self._accumulate(mini if len(active) == mini.n_sequences else mini.take(active), terms)
         parameters = [parameter for _, parameter in self._named_parameters()]
         norm = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": norm}
@@ -122,8 +123,6 @@ class LocalLearner:
         sums: dict[str, Tensor] = {}
         for rows in self._plan(mini):
             micro = mini.take(rows).to(self.device, self.dtype)
-            if not _counts(micro, terms):
-                continue
             out = self._outputs(micro, needs)
             total = torch.zeros((), dtype=self.dtype, device=self.device)
             for term in terms:
@@ -194,9 +193,16 @@ class LocalLearner:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
 
 
-def _counts(batch: Batch, terms: Sequence[LossTerm]) -> bool:
-    """Whether any row weighs anything in any term: the others add nothing to losses, gradients or metrics."""
-    return any(bool(batch.weights[term.name].values.any()) for term in terms)
+def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
+    """The sequences that weigh anything in any term: the others add nothing to losses, gradients or metrics."""
+    counts_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
+    for term in terms:
+        level, values = batch.weights[term.name]
+        active = values != 0
+        if level == "token":
+            active = batch.sequence_sum(active.double()) > 0
+        counts_S |= active[batch.group_S] if level == "group" else active
+    return counts_S.nonzero()[:, 0].tolist()
 
 
 def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:

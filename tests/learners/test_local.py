@@ -14,7 +14,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
 from ratchet.learners.config import LocalConfig
-from ratchet.learners.local import LocalLearner
+from ratchet.learners.local import LocalLearner, weighing_rows
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.heads import ScalarHead
@@ -59,7 +59,7 @@ def prepared(algorithm, made=None):
 
 
 def gradient(made, batch, terms):
-    sums = made._accumulate(batch, terms)
+    sums = made._accumulate(batch.take(weighing_rows(batch, terms)), terms)
     return torch.cat([p.grad.flatten() for p in made.model.parameters()]), sums
 
 
@@ -152,7 +152,7 @@ def test_the_first_update_is_adamw_by_hand():
     batch, terms = prepared(ALGORITHMS["sft"])
     made = learner(optimizer=OptimizerConfig(lr=0.01, eps=1e-8, weight_decay=0.1, max_grad_norm=None, warmup_steps=2))
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
-    made._accumulate(batch, terms)
+    gradient(made, batch, terms)
     grads = {name: p.grad.clone() for name, p in made.model.named_parameters()}
     made.optimizer.zero_grad()
     metrics = asyncio.run(made.update(batch, terms))
@@ -187,11 +187,26 @@ def test_a_step_without_weight_is_skipped_and_said():
     assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
 
 
+def test_dropping_groups_without_signal_is_training_on_the_others_alone():
+    made = groups()
+    drop, keep = (build_grpo(GRPOConfig(group_size=3, kl_coef=0.1, equal_rewards=how)) for how in ("drop", "keep"))
+    rewards = [[t.reward for t in group.trajectories] for group in made]
+    others = [group for group, r in zip(made, rewards, strict=True) if max(r) > min(r)]
+    assert 0 < len(others) < len(made)
+    dropped, _ = gradient(learner(), *prepared(drop, made))
+    alone, _ = gradient(learner(), *prepared(keep, others))
+    torch.testing.assert_close(dropped, alone, rtol=1e-10, atol=1e-13)
+    kept, _ = gradient(learner(), *prepared(keep, made))
+    assert not torch.allclose(kept, alone)
+
+
 def test_all_equal_rewards_give_no_gradient():
     equal = [make_group("g", [make_trajectory([1], [2, 3], reward=0.1, attempt=i) for i in range(3)])]
     batch, terms = prepared(build_grpo(GRPOConfig(group_size=3)), equal)
     found, _ = gradient(learner(), batch, terms)
     assert not found.any()
+    batch, terms = prepared(build_grpo(GRPOConfig(group_size=3, equal_rewards="drop")), equal)
+    assert asyncio.run(learner().update(batch, terms))["skipped_empty"] == 1.0
 
 
 def test_non_finite_steps_change_nothing_and_stop_the_run_in_the_end():
