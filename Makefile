@@ -18,7 +18,7 @@ CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 
 # What the benchmarks drive peers with; point it at another environment's python to keep peers out of .venv.
 PEERS_PYTHON ?= $(BIN)/python
-BENCH_STEPS ?= 8
+BENCH_ROUNDS ?= 5
 BENCH_SIZE ?= S
 
 .PHONY: help demo test test-slow lint style types layers sizes fast-tests slow-tests bench peers clean
@@ -59,8 +59,10 @@ fast-tests: .venv/developer
 slow-tests: .venv/developer
 	$(PYTEST) -m slow
 
-bench: .venv/developer ## time Ratchet and, where they are installed, its peers
-	@$(BIN)/python benchmarks/peers/all.py --python $(PEERS_PYTHON) --steps $(BENCH_STEPS) --size $(BENCH_SIZE)
+bench: .venv/developer ## time Ratchet and its peers in turn, where the peers are installed
+	@for script in grpo_step generate; do \
+	  $(BIN)/python benchmarks/$$script.py --python $(PEERS_PYTHON) --rounds $(BENCH_ROUNDS) --size $(BENCH_SIZE) || exit 1; \
+	done
 
 peers: .venv/user ## install the libraries that the benchmarks compare with (into .venv, same torch)
 	$(PIP_INSTALL) -e '.[peers]'

@@ -62,18 +62,22 @@ class TokenRecord:
 
     def trajectory(self, **fields: Any) -> Trajectory:
         """`fields`: those of a Trajectory that are no token columns."""
-
-        def column(of: str, default: float, dtype: type) -> np.ndarray:
-            parts = [np.full(len(t), default, dtype) if c is None else getattr(c, of) for _, t, c in self.pieces]
-            return np.concatenate(parts).astype(dtype, copy=False)
-
-        owner = np.concatenate([np.full(len(tokens), who, np.int8) for who, tokens, _ in self.pieces])
+        owner = np.empty(self.length, np.int8)
+        logprobs = np.zeros(self.length, np.float32)
+        versions = np.full(self.length, -1, np.int32)
+        start = 0
+        for who, tokens, completion in self.pieces:
+            piece = slice(start, start + len(tokens))
+            owner[piece] = who
+            if completion is not None:
+                logprobs[piece], versions[piece] = completion.logprobs, completion.versions
+            start = piece.stop
         return Trajectory(
             tokens=self.tokens(),
             owner=owner,
             trainable=owner == Owner.POLICY,
-            rollout_logprobs=column("logprobs", 0.0, np.float32),
-            versions=column("versions", -1, np.int32),
+            rollout_logprobs=logprobs,
+            versions=versions,
             **fields,
         )
 

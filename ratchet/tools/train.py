@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,9 @@ class Session:
             self.sinks = self._open_sinks(-1 if checkpoint is None else checkpoint.step)
             try:
                 policy = build_policy(self.config)
+                # What is loaded by now stays: the collector would walk all of it again and again, for a third of a small step.
+                gc.collect()
+                gc.freeze()
                 for index in range(len(self.summaries), len(self.config.stages)):
                     await self._stage(index, policy, stop, checkpoint)
                     if stop.signal is not None:
