@@ -1,0 +1,46 @@
+import torch
+
+from ratchet.generators.engine.cache import MIN_CAPACITY, KVCache
+from ratchet.models.config import DecoderConfig
+
+CONFIG = DecoderConfig(10, 64, 2, 4, 2, 32, 64)
+
+
+def make_cache(max_rows=48):
+    return KVCache(CONFIG, max_rows=max_rows, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_it_grows_by_doubling_up_to_the_slots_allowed_and_keeps_what_it_holds():
+    cache = make_cache()
+    cache.reserve(16, 10)
+    assert (cache.rows, cache.capacity) == (16, MIN_CAPACITY)
+    index = cache.index(torch.tensor([3, 15]), torch.tensor([0, 9]))
+    k, v = torch.randn(2, 2, 32), torch.randn(2, 2, 32)
+    cache.write(1, index, k, v)
+    cache.reserve(17, MIN_CAPACITY + 1)
+    assert (cache.rows, cache.capacity) == (32, 2 * MIN_CAPACITY)
+    cache.reserve(40, 1)
+    assert (cache.rows, cache.capacity) == (48, 2 * MIN_CAPACITY)
+    torch.testing.assert_close(cache.keys[1][[3, 15], :, [0, 9]], k)
+    torch.testing.assert_close(cache.values[1][[3, 15], :, [0, 9]], v)
+    assert int((cache.keys[1] != 0).any(-1).sum()) == 4
+    assert not cache.keys[0].any()
+
+
+def test_its_size_is_told_before_it_is_taken():
+    cache = make_cache()
+    told = cache.bytes_for(20, 100)
+    assert cache.rows == 0
+    cache.reserve(20, 100)
+    assert told == sum(x.numel() * 4 for x in (*cache.keys, *cache.values)) == cache.bytes_for(1, 1)
+
+
+def test_moving_slots_copies_what_is_used():
+    cache = make_cache()
+    cache.reserve(4, 8)
+    for store in (*cache.keys, *cache.values):
+        store.copy_(torch.arange(4.0)[:, None, None, None].expand_as(store))
+    cache.move(torch.tensor([3, 2]), torch.tensor([0, 1]), 5)
+    for store in (*cache.keys, *cache.values):
+        assert store[:, 0, 4, 0].tolist() == [3, 2, 2, 3]
+        assert store[:, 0, 5, 0].tolist() == [0, 1, 2, 3]
