@@ -1,0 +1,399 @@
+"""No dead knobs: every declared key is read by the code it is for, and changes what it says it changes, or nothing.
+
+A read is seen where it happens (an attribute of a section, from a frame of the product), so that a key which is parsed,
+checked, written into config.yaml and then forgotten fails here by name.
+"""
+
+import asyncio
+import copy
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+import ratchet.learners.local
+import ratchet.models.decoder
+from ratchet.build import build_policy, build_reward, build_run, freeze
+from ratchet.config.base import Section
+from ratchet.config.keys import leaf_keys, section_of, slot_of
+from ratchet.config.kinds import resolve, section_class
+from ratchet.config.loader import load_config
+from ratchet.config.schema import RunConfig, SamplingConfig
+from ratchet.errors import TrainingError
+from ratchet.generators.engine.scheduler import Scheduler
+from ratchet.learners.local import LocalLearner
+from ratchet.loop import train
+from ratchet.models.decoder import Decoder
+from ratchet.testing.builders import make_trajectory
+from ratchet.tools.train import start_run
+from ratchet.types import Message, Owner, Sampling, Task
+
+# --- every key is read
+
+EXEMPT: dict[str, str] = {}  # key -> why nothing in this process reads it
+
+TINY = {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1, "max_positions": 2048}}
+
+# Two runs; the second starts from the model of the first, and is run by transformers.
+FIRST = {
+    "name": "first",
+    "threads": 1,
+    "model": TINY,
+    "tokenizer": {"kind": "characters"},
+    "optimizer": {"lr": 1e-3},
+    "sampling": {"max_new_tokens": 4},
+    "steps": 1, "batch_size": 2,
+    "evaluation": {"tasks": 2, "samples": 1},
+    "stages": [
+        {"name": "a", "algorithm": {"kind": "sft"}, "environment": {"kind": "arithmetic"}},
+        {"name": "b", "algorithm": {"kind": "grpo", "group_size": 2, "kl_coef": 0.1}, "environment": {"kind": "countdown"}},
+        {"name": "c", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}},
+    ],
+}  # fmt: skip
+SECOND = {
+    "threads": 1,
+    "run_dir": "second",
+    "model": {"path": "runs/first/model", "backend": "transformers"},
+    "generator": {"kind": "hf"},
+    "algorithm": {"kind": "grpo", "group_size": 2},
+    "environment": {"kind": "gsm8k", "train": "questions.jsonl", "shots": 1},
+    "sampling": {"max_new_tokens": 2},
+    "steps": 1,
+    "batch_size": 1,
+    "evaluation": {"tasks": 1},
+}
+
+
+class Reads:
+    """(class, field) of everything that a frame of the product has read, while it is watching."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: set[tuple[type, str]] = set()
+        # A stage's sampling is handed over whole, as a `Sampling`: what counts is what is read of that.
+        for watched in (Section, Sampling):
+            patch.setattr(watched, "__getattribute__", self._watching(), raising=False)
+
+    def _watching(self):
+        seen = self.seen
+
+        def read(section, name):
+            module = sys._getframe(1).f_globals.get("__name__", "")
+            declares = module.startswith("ratchet.config.") or module.endswith(".config")  # its checks make no knob alive
+            if module.startswith("ratchet.") and not declares:
+                seen.add((SamplingConfig if type(section) is Sampling else type(section), name))
+            return object.__getattribute__(section, name)
+
+        return read
+
+
+def place_of(key: str) -> tuple[type[Section], str]:
+    """The class and field of a leaf key such as stages.algorithm[grpo].group_size."""
+    model, name = RunConfig, ""
+    for part in key.split("."):
+        name, _, kind = part.rstrip("]").partition("[")
+        owner, field = model, model.model_fields[name]
+        model = section_class(slot_of(field).name, kind) if kind else section_of(field.annotation) or model
+    return owner, name
+
+
+def questions(path):
+    rows = [{"question": f"What is {i} and {i}?", "answer": f"It is{' so' * i}.\n#### {2 * i}"} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def reads(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("knobs")
+    questions(folder / "questions.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        found = Reads(patch)
+        for name, recipe in {"first": FIRST, "second": SECOND}.items():
+            (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+            assert start_run(folder / f"{name}.yaml", [], None, command="test") == 0
+        for kind in ("{kind: bytes}", "{kind: byte_bpe, texts: [questions.jsonl]}"):
+            build_policy(freeze(load_config(folder / "first.yaml", [f"tokenizer={kind}"])))
+        steps_before_giving_up(1)
+        graded("numeric_answer"), graded("countdown")  # random weights give no answer that ends
+    return found.seen
+
+
+@pytest.mark.parametrize("key", leaf_keys(RunConfig))
+def test_every_declared_key_is_read(reads, key):
+    if place_of(key) not in reads:
+        assert key in EXEMPT, f"nothing reads {key}: a recipe may set it, and nothing happens"
+    else:
+        assert key not in EXEMPT, f"{key} is read: it needs no exemption"
+
+
+def test_reads_by_the_configuration_itself_and_by_tests_do_not_count(monkeypatch):
+    recipe = grpo()
+    found = Reads(monkeypatch)
+    config = RunConfig.model_validate(recipe)
+    assert config.seed == 0
+    assert config.stages[0].optimizer_steps
+    assert not found.seen
+    freeze(config)
+    assert (RunConfig, "device") in found.seen
+    assert (RunConfig, "seed") not in found.seen
+
+
+# --- what each key changes
+
+
+def judge(trajectory, task):
+    """Anything that differs between attempts; every third task is too easy to tell them apart."""
+    if int(task.answer) % 3 == 0:
+        return 1.0
+    return int(trajectory.tokens[trajectory.owner == Owner.POLICY].sum()) % 5 / 4
+
+
+def grpo() -> dict:
+    return {
+        "threads": 1,
+        "device": "cpu",
+        "model": {**TINY, "dtype": "float32"},
+        "tokenizer": {"kind": "characters", "alphabet": "0123456789+="},
+        "stages": [{
+            "name": "probe",
+            "algorithm": {"kind": "grpo", "group_size": 4, "epochs": 2},
+            "environment": {"kind": "arithmetic", "digits": 1},
+            "rewards": [{"kind": f"{__name__}:judge"}],
+            "generator": {"kind": "engine", "row_multiple": 1},
+            "sampling": {"max_new_tokens": 8},
+            "optimizer": {"lr": 0.02},
+            "evaluation": {"tasks": 0},
+            "steps": 2, "batch_size": 6,
+        }],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def sft(tmp_path):
+    questions(tmp_path / "questions.jsonl")
+    recipe = grpo()
+    recipe["tokenizer"] = {"kind": "characters"}
+    recipe["stages"][0] |= {
+        "algorithm": {"kind": "sft"},
+        "environment": {"kind": "gsm8k", "train": str(tmp_path / "questions.jsonl"), "shots": 2},
+    }
+    return recipe
+
+
+def changed(recipe: dict, **values) -> dict:
+    """With keys of its one stage set: algorithm__clip_low=0.1."""
+    recipe = copy.deepcopy(recipe)
+    for key, value in values.items():
+        *path, last = key.split("__")
+        section = recipe["stages"][0]
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return recipe
+
+
+def outcome(recipe: dict, poison: bool = False) -> SimpleNamespace:
+    """What a run came to: metrics by step and optimizer step, the batches' tokens, and the weights that it left."""
+    config = RunConfig.model_validate(recipe)
+    policy = build_policy(config)
+    run = build_run(config, 0, policy)
+    if poison:
+        with torch.no_grad():
+            next(policy.model.parameters()).fill_(torch.nan)
+    updates, tokens, starts = [], [], []
+    measure, draw = run.measure, run.batcher.next
+
+    def measured(role, numbers):
+        updates.append(dict(numbers))
+        measure(role, numbers)
+
+    async def drawn(step):
+        starts.append(step)
+        groups = await draw(step)
+        tokens.append([[t.tokens.tolist() for t in group.trajectories] for group in groups])
+        return groups
+
+    run.measure, run.batcher.next = measured, drawn
+    error = None
+    try:
+        asyncio.run(train(run))
+    except TrainingError as raised:
+        error = raised
+    weights = torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+    return SimpleNamespace(updates=updates, tokens=tokens, steps=len(starts), error=error, weights=weights)
+
+
+def steps_before_giving_up(limit: int) -> int:
+    recipe = changed(grpo(), algorithm={"kind": "sft"}, steps=4, learner__max_bad_steps=limit)
+    done = outcome(recipe, poison=True)
+    assert done.error is not None
+    return done.steps
+
+
+def graded(kind: str, **keys) -> float:
+    """The reward of an answer that is almost what was asked for."""
+    reward = build_reward((resolve("rewards", {"kind": kind, **keys}),))
+    trajectory = replace(make_trajectory([1], [2]), messages=(Message("user", "?"), Message("assistant", "3+4")))
+    task = Task("t", answer="4", messages=trajectory.messages[:1], meta={"numbers": [3, 4], "target": 8, "use_all": True})
+    return asyncio.run(reward.score([trajectory], task))[0].reward
+
+
+def compared(done: SimpleNamespace, what: str):
+    if what == "lr" or what in done.updates[0]:
+        return [numbers[what] for numbers in done.updates]
+    whole = {"tokens": done.tokens, "first tokens": done.tokens[0], "steps": done.steps, "updates": len(done.updates)}
+    return done.weights.tolist() if what == "weights" else whole[what]
+
+
+FAST = {"optimizer__lr": 0.05, "algorithm__epochs": 3}  # ratios far from 1
+KL = {"algorithm__kl_coef": 0.1}
+# key, two values, what they change, and the keys without which they would not.
+
+GRPO_KNOBS = [
+    ("algorithm__minibatches", 1, 3, "updates", {}),
+    ("algorithm__epochs", 1, 3, "updates", {}),
+    ("algorithm__group_size", 2, 4, "tokens", {}),
+    ("algorithm__advantage_scale", "std", "none", "loss", {}),
+    ("algorithm__std_epsilon", 1e-6, 1.0, "grad_norm", {}),
+    ("algorithm__equal_rewards", "keep", "drop", "grad_norm", {}),
+    ("algorithm__clip_low", 0.01, 0.9, "loss", FAST),
+    ("algorithm__clip_high", 0.01, 10.0, "loss", FAST),
+    ("algorithm__dual_clip", None, 1.01, "loss", FAST),
+    ("algorithm__kl_coef", 0.0, 0.1, "grad_norm", {}),
+    ("algorithm__kl_objective", "reverse", "forward", "grad_norm", KL),
+    ("algorithm__kl_estimator", "k1", "k2", "grad_norm", KL),
+    ("algorithm__kl_estimator", "k2", "k3", "grad_norm", KL),
+    ("algorithm__entropy_coef", 0.0, 0.1, "grad_norm", {}),
+    ("algorithm__weighting", "token_mean", "sequence_mean", "grad_norm", {}),
+    ("algorithm__weighting", "sequence_mean", "prompt_mean", "grad_norm", {}),
+    ("algorithm__fixed_length", 8, 16, "grad_norm", {"algorithm__weighting": "fixed_length"}),
+    ("optimizer__lr", 0.01, 0.02, "lr", {}),
+    ("optimizer__lr", 0.01, 0.02, "weights", {}),
+    ("optimizer__betas", [0.9, 0.95], [0.5, 0.95], "weights", {}),
+    ("optimizer__betas", [0.9, 0.95], [0.9, 0.5], "weights", {}),
+    ("optimizer__eps", 1e-8, 1e-2, "weights", {}),
+    ("optimizer__weight_decay", 0.0, 0.1, "weights", {}),
+    ("optimizer__max_grad_norm", 1e-3, None, "weights", {"optimizer__eps": 1e-2}),
+    ("optimizer__warmup_steps", 0, 3, "lr", {}),
+    ("optimizer__schedule", "constant", "linear", "lr", {}),
+    ("optimizer__schedule", "linear", "cosine", "lr", {}),
+    ("optimizer__min_lr_ratio", 0.0, 0.5, "lr", {"optimizer__schedule": "linear"}),
+    ("sampling__temperature", 0.2, 1.0, "first tokens", {}),
+    ("sampling__top_p", 0.3, 1.0, "first tokens", {}),
+    ("sampling__top_k", 0, 2, "first tokens", {}),
+    ("sampling__min_p", 0.0, 0.9, "first tokens", {}),
+    ("sampling__max_new_tokens", 4, 8, "first tokens", {}),
+    ("sampling__stop", [], ["1", "2", "3"], "first tokens", {}),
+    ("generator__max_context", None, 6, "first tokens", {}),
+    ("examples", 1, None, "tokens", {}),
+    ("batch_size", 3, 6, "tokens", {}),
+    ("steps", 1, 2, "steps", {}),
+]  # fmt: skip
+SFT_KNOBS = [
+    ("algorithm__train", "all", "last", "loss", {}),
+    ("algorithm__weighting", "token_mean", "sequence_mean", "loss", {}),
+    ("algorithm__minibatches", 1, 2, "updates", {}),
+    ("algorithm__epochs", 1, 2, "updates", {}),
+]
+
+
+def assert_knob_turns(recipe, key, low, high, what, around):
+    a, b = (compared(outcome(changed(recipe, **{**around, key: value})), what) for value in (low, high))
+    assert a != b, f"{key.replace('__', '.')}={low} and {high} give the same {what}"
+
+
+@pytest.mark.parametrize(("key", "low", "high", "what", "around"), GRPO_KNOBS)
+def test_a_knob_of_rollouts_changes_what_it_says(key, low, high, what, around):
+    assert_knob_turns(grpo(), key, low, high, what, around)
+
+
+@pytest.mark.parametrize(("key", "low", "high", "what", "around"), SFT_KNOBS)
+def test_a_knob_of_rows_changes_what_it_says(sft, key, low, high, what, around):
+    assert_knob_turns(sft, key, low, high, what, around)
+
+
+def test_max_bad_steps_is_how_many_are_borne():
+    assert [steps_before_giving_up(limit) for limit in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_knob_of_rewards_changes_the_reward():
+    assert graded("numeric_answer") == 1.0
+    assert graded("numeric_answer", require_marker=True) == 0.0
+    assert graded("numeric_answer", weight=0.5) == 0.5
+    assert graded("countdown") == 0.0
+    assert graded("countdown", partial=0.25) == 0.25
+
+
+def test_every_knob_of_the_tables_sections_is_turned():
+    sections = ("algorithm[grpo]", "algorithm[sft]", "optimizer", "sampling", "learner[local]", "generator[engine]")
+    turned = {key for key, *_ in GRPO_KNOBS} | {key for key, *_ in COSTS} | {"learner__max_bad_steps"}
+    turned |= {f"sft.{key}" for key, *_ in SFT_KNOBS}
+    for path in leaf_keys(RunConfig):
+        section, _, name = path.removeprefix("stages.").partition(".")
+        if section in sections and path != "stages.generator[engine].keep_kv":  # nothing runs at a commit of this loop
+            prefix = "sft." if section == "algorithm[sft]" else ""
+            assert f"{prefix}{section.partition('[')[0]}__{name}" in turned, path
+
+
+# --- what costs time or memory, and changes no result
+
+
+@pytest.fixture
+def costs(monkeypatch) -> dict[str, int]:
+    """Counts of what those keys bound, while a run goes on."""
+    seen = {"microbatches": 0, "recomputed": 0, "chunk_rows": 0, "prefills": 0, "running": 0, "odd_rows": 0}
+
+    def count(owner, name, note):
+        original = getattr(owner, name)
+
+        def noted(*arguments, **named):
+            note(*arguments, **named)
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    def add(key, number=lambda *a, **k: 1):
+        return lambda *a, **k: seen.update({key: seen[key] + number(*a, **k)})
+
+    def most(key, number):
+        return lambda *a, **k: seen.update({key: max(seen[key], number(*a, **k))})
+
+    count(LocalLearner, "_outputs", add("microbatches"))
+    count(ratchet.models.decoder, "checkpoint", add("recomputed"))
+    count(ratchet.learners.local, "token_columns", most("chunk_rows", lambda *a, chunk_rows, **k: chunk_rows))
+    count(Scheduler, "_enter", add("prefills"))
+    count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))
+    count(Decoder, "forward", add("odd_rows", lambda _, rows, *a: torch.is_inference_mode_enabled() * len(rows) % 8))
+    return seen
+
+
+# key, value, other value, what counts it, its relation to the first. Sums are taken in another order where `close`.
+COSTS = [
+    ("learner__micro_batch_tokens", "auto", 20, "microbatches", lambda a, b: b > 4 * a, True),
+    ("learner__activation_checkpointing", False, True, "recomputed", lambda a, b: a == 0 < b, False),
+    ("learner__logprob_chunk_mib", 256, 1, "chunk_rows", lambda a, b: a // 256 == b == 2**20 // (24 * 4), False),
+    ("generator__prefill_tokens", 2048, 8, "prefills", lambda a, b: b > a, False),
+    ("generator__max_running", 1024, 5, "running", lambda a, b: a > b == 5, False),
+    ("generator__kv_cache_gib", "auto", 2e-4, "running", lambda a, b: a > b > 0, False),
+    ("generator__row_multiple", 1, 8, "odd_rows", lambda a, b: a > 0 == b, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "usual", "other", "counter", "related", "close"), COSTS)
+def test_a_knob_of_cost_reaches_its_place_and_changes_no_result(costs, key, usual, other, counter, related, close):
+    done, counted = [], []
+    for value in (usual, other):
+        costs[counter] = 0
+        done.append(outcome(changed(grpo(), **{key: value, "steps": 1})))
+        counted.append(costs[counter])
+    assert related(*counted), f"{key.replace('__', '.')}={usual} and {other}: {counter} {counted}"
+    a, b = done
+    assert a.tokens == b.tokens
+    for x, y in zip(a.updates, b.updates, strict=True):
+        assert x == (pytest.approx(y, rel=1e-4, abs=1e-6) if close else y)
+    if not close:
+        assert torch.equal(a.weights, b.weights)
