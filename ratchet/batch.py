@@ -18,10 +18,14 @@ Level = Literal["token", "sequence", "group"]
 
 
 class Weight(NamedTuple):
-    """The complete normaliser of one term over one optimizer step: [T], [S] or [G] by `level`, float64."""
+    """The complete normaliser of one term over one optimizer step: [T], [S] or [G] by `level`, float64.
+
+    total: the sum over the whole step, which parts of it keep: metrics are divided by it, to be means whatever the weighting.
+    """
 
     level: Level
     values: Tensor
+    total: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ class Batch:
         changes["group_ids"] = tuple(self.group_ids[g] for g in kept.tolist())
         changes["token_columns"] = {k: v[tokens] for k, v in self.token_columns.items()}
         changes["sequence_columns"] = {k: v[rows] for k, v in self.sequence_columns.items()}
-        changes["weights"] = {k: Weight(w.level, w.values[picks[w.level]]) for k, w in self.weights.items()}
+        changes["weights"] = {k: w._replace(values=w.values[picks[w.level]]) for k, w in self.weights.items()}
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
@@ -140,7 +144,7 @@ class Batch:
         }
         changes["token_columns"] = {k: move(v) for k, v in self.token_columns.items()}
         changes["sequence_columns"] = {k: move(v) for k, v in self.sequence_columns.items()}
-        changes["weights"] = {k: Weight(w.level, move(w.values)) for k, w in self.weights.items()}
+        changes["weights"] = {k: w._replace(values=move(w.values)) for k, w in self.weights.items()}
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 

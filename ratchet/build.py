@@ -116,11 +116,14 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         optimizer=plan.optimizer,
         total_steps=plan.steps * algorithm.updates_per_batch,
         unit=algorithm.unit,
+        autocast=next(policy.model.parameters()).device.type == "cuda",
     )
     roles: dict[str, Learner] = {"policy": learner}
     if any(item.role == "reference" for item in algorithm.passes):
         roles["reference"] = construct(plan.learner, copy.deepcopy(policy.model).requires_grad_(False))
-    source = SOURCES[algorithm.source](policy, arena, algorithm, plan)
+    manager = make_manager(policy, arena, arena.reward)
+    source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
+    evaluator = make_evaluator(policy, arena, plan)
     return Run(
         name=plan.name,
         algorithm=algorithm,
@@ -129,7 +132,8 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         link=SharedLink(policy.generator),
         first_step=first,
         last_step=first + plan.steps,
-        evaluator=make_evaluator(policy, arena, plan),
+        managers=(manager,) if evaluator is None else (manager, evaluator.manager),
+        evaluator=evaluator,
         evaluate_every=plan.evaluation.every,
         **around,
     )
@@ -141,7 +145,10 @@ def make_manager(policy: Policy, arena: Arena, reward: Reward | None) -> Rollout
 
 
 def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
+    """None where the plan asks for no evaluation, or the environment holds no task out."""
     settings = plan.evaluation
+    if not settings.tasks:
+        return None
     tasks = list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), settings.tasks))
     if not tasks:
         return None
@@ -155,32 +162,37 @@ def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None
 
 
 def _stream(arena: Arena, plan: Plan) -> TaskStream:
-    return TaskStream(arena.environment, seed=seed_for(plan.seed, plan.name, "tasks"), examples=plan.examples)
+    """The order is the stage's own; which examples a limit leaves is the run's, the same in every stage."""
+    order = seed_for(plan.seed, plan.name, "tasks")
+    return TaskStream(arena.environment, seed=order, examples=plan.examples, pool_seed=plan.seed)
 
 
-def _rows(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan) -> StreamSource:
-    return Rows(_stream(arena, plan), plan.name, policy.renderer, train=algorithm.turns)
+def _rows(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
+    return Rows(_stream(arena, plan), plan.name, policy.renderer, train=algorithm.turns, max_context=policy.model.max_positions)
 
 
-def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan) -> StreamSource:
+def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
     return Rollouts(
         _stream(arena, plan),
         plan.name,
-        make_manager(policy, arena, arena.reward),
+        manager,
         sampling=plan.sampling,
         seed=seed_for(plan.seed, plan.name, "rollouts"),
         group_size=algorithm.group_size,
     )
 
 
-SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan], StreamSource]] = {"rows": _rows, "rollouts": _rollouts}
+SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, RolloutManager], StreamSource]] = {
+    "rows": _rows,
+    "rollouts": _rollouts,
+}
 
 
 # --- from configuration
 
 
 def freeze(config: RunConfig) -> RunConfig:
-    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that resume and replay see the same."""
+    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed run sees the same."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,6 +205,8 @@ def freeze(config: RunConfig) -> RunConfig:
 def build_policy(config: RunConfig) -> Policy:
     """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights."""
     source, device, dtype = config.model, torch.device(config.device), getattr(torch, config.model.dtype)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu")
     tokenizer = construct(config.tokenizer, source.path)
     if source.path is not None:
         model = load_policy(
@@ -234,7 +248,13 @@ def build_reward(sections: Sequence[Section]) -> Reward | None:
 def build_run(config: RunConfig, index: int, policy: Policy, **around: Any) -> Run:
     """The run of stage `index`, whose step numbers follow those of the stages before it."""
     stage = config.stages[index]
-    plan = Plan(
+    plan = plan_of(config, index)
+    return make_run(policy, build_arena(stage), construct(stage.algorithm), plan, save_every=stage.checkpoint.every, **around)
+
+
+def plan_of(config: RunConfig, index: int) -> Plan:
+    stage = config.stages[index]
+    return Plan(
         name=stage.name,
         steps=stage.steps,
         batch_size=stage.batch_size,
@@ -246,4 +266,3 @@ def build_run(config: RunConfig, index: int, policy: Policy, **around: Any) -> R
         seed=config.seed,
         first_step=sum(earlier.steps for earlier in config.stages[:index]),
     )
-    return make_run(policy, build_arena(stage), construct(stage.algorithm), plan, save_every=stage.checkpoint.every, **around)

@@ -84,7 +84,7 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point: an error meant for the user is printed without a traceback; 2 means nothing was started."""
+    """Entry point: an error meant for the user is printed without a traceback; status 2: recipe, data or model is wrong."""
     sys.path.insert(0, str(Path.cwd()))  # so that `kind: my_module:Mine` finds what lies beside the recipe
     try:
         faults.arm(os.environ.get("RATCHET_FAULTS", ""))

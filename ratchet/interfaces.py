@@ -71,7 +71,8 @@ class Learner(Protocol):
     """Holds trainable (or frozen) weights, computes columns, applies updates."""
 
     async def score(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
-        """Columns without gradient: "logprobs", "entropy", "values" [T], "scores" [S]; float32 on the CPU."""
+        """Columns without gradient: "logprobs", "entropy", "values" [T], "scores" [S]; on the CPU, in
+        float32, or float64 for a float64 model."""
         ...
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
@@ -117,10 +118,11 @@ class Placeable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An environment's answer to one policy turn: what it says back, the turn's own reward, and whether the episode ended."""
+    """An environment's answer to one policy turn: what it says back, the turn's own reward (None: this environment
+    leaves judging to rewards), and whether the episode ended."""
 
     messages: tuple[Message, ...] = ()
-    reward: float = 0.0
+    reward: float | None = None
     done: bool = False
     state_key: str = ""
     metrics: Mapping[str, float] | None = None

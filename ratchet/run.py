@@ -7,11 +7,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from ratchet import faults
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.evals.accuracy import Evaluator
 from ratchet.experience.batcher import Batcher
+from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import measure_groups
 from ratchet.interfaces import Learner, Link
 from ratchet.observe.metrics import MetricsManager
@@ -34,6 +36,7 @@ class Progress:
     seconds: float = 0.0  # training alone: evaluation and saving are not counted
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
+    silent_steps: int = 0  # whose every group had equal rewards: nothing to learn from
     accuracy_before: float | None = None
     accuracy: float | None = None  # the latest
 
@@ -54,12 +57,13 @@ class Run:
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
     evaluator: Evaluator | None = None
+    managers: Sequence[RolloutManager] = ()
     evaluate_every: int = 0
     save: Callable[[int], Awaitable[None]] | None = None
     save_every: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
-    measured: dict[str, float] = field(default_factory=dict)
+    _updates: list[dict[str, float]] = field(default_factory=list)  # of the step in progress
     _step_started: float = 0.0
 
     def __post_init__(self) -> None:
@@ -69,7 +73,7 @@ class Run:
         for step in range(self.first_step, self.last_step):
             if self.stop.signal:
                 return
-            self.measured = {}
+            self._updates = []
             self._step_started = time.monotonic()
             yield step
 
@@ -81,7 +85,13 @@ class Run:
     def measure(self, role: str, numbers: Mapping[str, float]) -> None:
         """Metrics of one optimizer step; a batch with several keeps the mean of them."""
         self.metrics.add(role, numbers)
-        self.measured |= {f"{role}/{key}": value for key, value in numbers.items()}
+        self._updates.append({f"{role}/{key}": value for key, value in numbers.items()})
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Means over the optimizer steps of this batch."""
+        names = dict.fromkeys(name for update in self._updates for name in update)
+        return {name: fmean(update[name] for update in self._updates if name in update) for name in names}
 
     async def after(self, step: int, groups: Sequence[Group]) -> None:
         self.batcher.ack(groups, step)
@@ -90,10 +100,13 @@ class Run:
         self.progress.seconds += seconds
         self.progress.trained_tokens += numbers["trained_tokens"]
         self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
+        self.progress.silent_steps += numbers.get("no_signal_share") == 1.0
         self.metrics.add("rollout", numbers)
-        self.metrics.add("time", {"step_s": seconds, "tokens_per_s": numbers["tokens"] / seconds})
+        made = numbers.get("generated_tokens", numbers["trained_tokens"])
+        self.metrics.add("time", {"step_s": seconds, "tokens_per_s": made / seconds})
         self.done = done = step + 1
-        if self._due(done, self.evaluate_every) or done == self.last_step:
+        # A signal means: save now. Only the last step's evaluation is kept, as no later step could make up for it.
+        if done == self.last_step or (self._due(done, self.evaluate_every) and not self.stop.signal):
             await self.evaluate()
         flushed = self.metrics.flush(done)
         for observe in self.observers:
@@ -109,6 +122,10 @@ class Run:
         self.metrics.add("eval", numbers)
         self.progress.accuracy = numbers["greedy"]
         return numbers
+
+    async def close(self) -> None:
+        for manager in self.managers:
+            await manager.close()
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and (done - self.origin) % every == 0

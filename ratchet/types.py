@@ -133,7 +133,7 @@ class Turn:
 
     start: int
     end: int
-    reward: float = 0.0
+    reward: float | None = None  # None: the environment leaves judging to rewards
     state_key: str = ""
     terminated: bool = False
 

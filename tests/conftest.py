@@ -82,3 +82,11 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return locate
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Captured output with half a surrogate pair (tests of hostile text log some) could not travel between workers."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report

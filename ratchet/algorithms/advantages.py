@@ -50,7 +50,8 @@ def group_relative(
     advantages_S = torch.zeros(batch.n_sequences, dtype=torch.float64)
     advantages_S[counted_S] = advantages_A[attempt_S]
     if equal_rewards == "drop":
-        batch = replace(batch, trainable_T=batch.trainable_T & ~equal_G[batch.group_S][batch.sequence_T])
+        kept_S = ~equal_G[batch.group_S]
+        batch = replace(batch, train_S=batch.train_S & kept_S, trainable_T=batch.trainable_T & kept_S[batch.sequence_T])
     return spread(batch, advantages_S)
 
 

@@ -19,7 +19,6 @@ from ratchet.interfaces import Outputs
 
 TermFunction = Callable[[Outputs, Batch], tuple[Tensor, dict[str, Tensor]]]
 Weighting = Callable[[Batch], Tensor]
-UNITS = ("token", "sequence", "group")
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,13 @@ class Term:
 
     def __call__(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         x, metrics = self.fn(out, batch)
-        weight = batch.weights[self.name].values
+        _, weight, total = batch.weights[self.name]
         assert x.shape == weight.shape, f"term '{self.name}' returned {tuple(x.shape)} for weights {tuple(weight.shape)}"
         # A weight of 0 means "not part of the loss": inf * 0 from such an entry must not poison the sum.
         active = weight != 0
         loss = self.coef * (weight * torch.where(active, x, 0.0)).sum()
-        means = {k: (weight * torch.where(active, v.to(weight.dtype), 0.0)).sum() for k, v in metrics.items()}
+        share = weight / total if total else weight
+        means = {k: (share * torch.where(active, v.to(weight.dtype), 0.0)).sum() for k, v in metrics.items()}
         return loss, means
 
 
@@ -82,7 +82,7 @@ def no_advantage(batch: Batch, state: AlgoState) -> Batch:
 
 @dataclass
 class AlgoState:
-    """What an algorithm remembers between steps (adaptive coefficients, running statistics); checkpointed and replayed."""
+    """What an algorithm remembers between steps (adaptive coefficients, running statistics); checkpointed."""
 
     step: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
@@ -109,7 +109,6 @@ class Algorithm:
     epochs: int = 1
     group_size: int = 1
     turns: Literal["all", "last"] = "all"
-    properties: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         names = [term.name for terms in self.losses.values() for term in terms]
@@ -133,13 +132,14 @@ class Algorithm:
     def split(self, batch: Batch) -> Iterator[Batch]:
         """The mini-batches of one batch, `epochs` times over: whole groups, as even as their count allows, in order.
 
-        A step that lost groups to failures may have fewer groups than mini-batches: it gets as many as it has groups.
+        A step that lost groups to failures may have fewer groups than mini-batches: some are empty then, and count as
+        optimizer steps that change nothing, so that schedules keep their pace.
         """
-        count = min(self.minibatches, batch.n_groups)
+        count = self.minibatches
         if self.minibatches == 1:
             parts = [batch]
         else:
-            bounds = [batch.n_groups * i // count for i in range(count + 1)] if count else []
+            bounds = [batch.n_groups * i // count for i in range(count + 1)]
             group_S = batch.group_S.tolist()
             parts = [
                 batch.take([s for s, g in enumerate(group_S) if low <= g < high]) for low, high in itertools.pairwise(bounds)
@@ -149,7 +149,10 @@ class Algorithm:
 
     def weigh(self, mini: Batch) -> Batch:
         """Adds every term's weight column, computed over this whole optimizer step: after this, losses only sum."""
-        weights = {t.name: Weight(t.level, t.weighting(mini)) for terms in self.losses.values() for t in terms}
+        weights: dict[str, Weight] = {}
+        for term in (term for terms in self.losses.values() for term in terms):
+            values = term.weighting(mini)
+            weights[term.name] = Weight(term.level, values, float(values.sum()))
         sizes = {"token": mini.n_tokens, "sequence": mini.n_sequences, "group": mini.n_groups}
         for name, weight in weights.items():
             assert len(weight.values) == sizes[weight.level], f"weighting of '{name}' is not at level {weight.level}"

@@ -44,6 +44,8 @@ def clipped_surrogate(
             "ratio": ratio_T.detach(),
             "clipped": (surrogate_T != plain_T).to(ratio_T.dtype),
             "old_kl": ratio_T - 1 - log_ratio_T,  # k3 estimate of KL(old || live), http://joschu.net/blog/kl-approx.html
+            # What sampler and learner disagree by, beyond rounding, is a fault of one of them.
+            "sampler_gap": (out.need("old_logprobs") - batch.rollout_logprobs_T).abs(),
         }
     return -surrogate_T, metrics
 

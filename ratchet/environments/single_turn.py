@@ -91,7 +91,12 @@ class Procedural(SingleTurn):
             seen.add(problem.prompt)
 
     def _draws(self, rng: random.Random) -> Iterator[Problem]:
-        return (p for _ in range(TRIES) if (p := self.sample(rng)) is not None)
+        for _ in range(TRIES):
+            problem = self.sample(rng)
+            if isinstance(problem, Problem):
+                yield problem
+            elif problem is not None:
+                raise DataError(f"{type(self).__name__}.sample returned {problem!r:.80}, it must be a Problem or None")
 
     def _task(self, split: Split, index: int, problem: Problem) -> Task:
         return Task(

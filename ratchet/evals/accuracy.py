@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -9,10 +10,12 @@ from statistics import fmean
 from ratchet.experience.manager import RolloutManager
 from ratchet.types import Failed, Group, Sampling, Task, Truncated
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Mean reward of the environment's own reward over held-out tasks; a failed attempt is left out and counted.
+    """Mean reward over held-out tasks; a failed attempt is left out and counted.
 
     greedy: one attempt a task at temperature 0. sampled: mean over `samples` attempts a task, None when not asked for.
     """
@@ -29,7 +32,7 @@ class Accuracy:
 
 
 class Evaluator:
-    """manager: judges with the environment's own reward, so that shaping the training reward can't move the yardstick."""
+    """manager: judges by the yardstick, which by default is the environment's own reward: shaping can't move it."""
 
     def __init__(self, manager: RolloutManager, tasks: Sequence[Task], sampling: Sampling, *, samples: int = 0) -> None:
         self.manager, self.tasks, self.sampling, self.samples = manager, tasks, sampling, samples
@@ -41,12 +44,17 @@ class Evaluator:
         if self.samples:
             sampled = _mean_reward(await self.manager.groups(jobs, self.sampling, attempts=self.samples))
         attempts = [t for group in greedy for t in group.trajectories]
+        failures = [t.outcome for t in attempts if isinstance(t.outcome, Failed)]
+        if failures:
+            log.warning(
+                "%d of %d evaluation attempts failed and are left out; %s", len(failures), len(attempts), failures[0].detail
+            )
         return Accuracy(
             tasks=len(self.tasks),
             greedy=_mean_reward(greedy),
             sampled=sampled,
             truncated_share=fmean(isinstance(t.outcome, Truncated) for t in attempts),
-            failed=sum(isinstance(t.outcome, Failed) for t in attempts),
+            failed=len(failures),
         )
 
 

@@ -5,15 +5,15 @@ L = tokens of the trajectory so far.
 
 from __future__ import annotations
 
-import asyncio
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ratchet.data.renderer import Renderer
+from ratchet.errors import DataError
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Generator, Step
 from ratchet.types import (
@@ -30,6 +30,8 @@ from ratchet.types import (
     Truncated,
     Turn,
 )
+
+T = TypeVar("T")
 
 
 class PromptMemo:
@@ -82,6 +84,23 @@ class TokenRecord:
         )
 
 
+class UserCodeFailed(Exception):
+    """Carries the traceback of what an environment raised, or what is wrong with what it returned."""
+
+
+async def _guarded(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except Exception as error:  # the episode boundary: user code may raise anything, and costs only its own attempt
+        raise UserCodeFailed(traceback.format_exc()) from error
+
+
+def _checked(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
+        raise UserCodeFailed(f"{type(environment).__name__}.{where} gave {messages!r:.80}, it must be a sequence of Messages")
+    return messages
+
+
 @dataclass(frozen=True)
 class Player:
     """Plays attempts: what is common to all of them.
@@ -97,20 +116,21 @@ class Player:
     async def play(
         self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
     ) -> Trajectory:
-        """The attempt's trajectory, not yet judged: `outcome` is None, or Truncated, Failed or Cancelled already.
+        """The attempt's trajectory, not yet judged: `outcome` is None, or Truncated, Failed or Cancelled already. What the
+        generator raises is no attempt's fault and goes up, DataError apart.
 
         memo: shared by the attempts of a group.
         """
         record, turns, messages = TokenRecord(), [], list(task.messages)
         outcome: Outcome | None
         try:
-            messages = list(await environment.reset(task))
+            messages = list(_checked(await _guarded(environment.reset(task)), "reset", environment))
             record.add(Owner.PROMPT, (memo or PromptMemo()).render(self.renderer, messages))
             outcome = await self._turns(environment, sampling, record, turns, messages)
-        except asyncio.CancelledError:
-            raise
-        except Exception:  # the episode boundary: user code may raise anything, and costs only its own attempt
-            outcome = Failed("environment", traceback.format_exc())
+        except UserCodeFailed as failure:
+            outcome = Failed("environment", str(failure))
+        except DataError as error:  # messages that can't be rendered, a prompt that can't be read
+            outcome = Failed("data", str(error))
         if not record.length:  # it broke before there was a prompt; a trajectory has at least one token
             record.add(Owner.PROMPT, [0])
         return record.trajectory(
@@ -146,10 +166,12 @@ class Player:
             if not completion.stop.finished:
                 turns.append(Turn(start, record.length))
                 return Truncated()
-            step: Step = await environment.step(message)
+            step: Step = await _guarded(environment.step(message))
+            if not isinstance(step, Step):
+                raise UserCodeFailed(f"{type(environment).__name__}.step returned {step!r:.80}, it must be a Step")
             turns.append(Turn(start, record.length, step.reward, step.state_key, terminated=step.done))
             if step.done:
                 return None
-            messages.extend(step.messages)
+            messages.extend(_checked(step.messages, "step", environment))
             record.add(Owner.ENVIRONMENT, self.renderer.extend(completion.tokens.tolist(), step.messages, history=history))
         return Truncated()

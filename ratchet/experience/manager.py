@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,6 +12,8 @@ from ratchet.experience.episode import Player, PromptMemo
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Reward
 from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated
+
+log = logging.getLogger(__name__)
 
 
 class RolloutManager:
@@ -35,15 +39,15 @@ class RolloutManager:
         )
 
     async def close(self) -> None:
-        await asyncio.gather(*(environment.close() for environment in self._idle))
-        self._idle.clear()
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(_close(environment) for environment in idle))
 
     async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Trajectory:
         environment = self._idle.pop() if self._idle else self.new_environment()
         own = replace(sampling, seed=seed_for(sampling.seed, group_id, attempt))
         trajectory = await self.player.play(task, environment, own, attempt=attempt, memo=memo)
         if isinstance(trajectory.outcome, Failed):  # its state can't be trusted any more
-            await environment.close()
+            await _close(environment)
         else:
             self._idle.append(environment)
         return trajectory
@@ -52,24 +56,43 @@ class RolloutManager:
         """Attempts that ended in order or were cut off get an outcome with a reward; the others keep what they have."""
         judged = list(played)
         rows = [i for i, t in enumerate(played) if t.outcome is None or isinstance(t.outcome, Truncated)]
-        candidates = [played[i] for i in rows]
-        if self.reward is None:
-            outcomes: Sequence[Outcome] = [_environment_outcome(t) for t in candidates]
-        else:
-            scored = await self.reward.score(candidates, task) if candidates else []
-            outcomes = [_with_turn_rewards(t, outcome) for t, outcome in zip(candidates, scored, strict=True)]
+        outcomes = await self._outcomes([played[i] for i in rows], task)
         for i, outcome in zip(rows, outcomes, strict=True):
             judged[i] = judged[i].judged(outcome)
         return judged
 
+    async def _outcomes(self, candidates: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
+        if self.reward is None:
+            return [_environment_outcome(t) for t in candidates]
+        try:
+            scored = await self.reward.score(candidates, task) if candidates else []
+            return [_with_turn_rewards(t, outcome) for t, outcome in zip(candidates, scored, strict=True)]
+        except Exception:  # the episode boundary: a reward may be anybody's code, and costs only the attempts it was to judge
+            return [Failed("reward", traceback.format_exc())] * len(candidates)
+
+
+async def _close(environment: Environment) -> None:
+    try:
+        await environment.close()
+    except Exception:  # the episode boundary again: nothing is lost with it
+        log.warning("an environment failed to close:\n%s", traceback.format_exc())
+
+
+def _own_reward(trajectory: Trajectory) -> float | None:
+    """What the environment itself gave, turn by turn; None where it leaves judging to rewards."""
+    given = [turn.reward for turn in trajectory.turns if turn.reward is not None]
+    return sum(given) if given else None
+
 
 def _environment_outcome(trajectory: Trajectory) -> Outcome:
-    total = sum(turn.reward for turn in trajectory.turns)
-    return Truncated(total) if isinstance(trajectory.outcome, Truncated) else Scored(total)
+    total = _own_reward(trajectory)
+    if isinstance(trajectory.outcome, Truncated):
+        return Truncated(total or 0.0)
+    return Failed("reward", "neither a reward nor the environment judged this attempt") if total is None else Scored(total)
 
 
 def _with_turn_rewards(trajectory: Trajectory, outcome: Outcome) -> Outcome:
-    total = sum(turn.reward for turn in trajectory.turns)
-    if total and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:
+    total = _own_reward(trajectory)
+    if total is not None and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:
         return replace(outcome, reward=outcome.reward + total, parts={**outcome.parts, "environment": total})
     return outcome

@@ -15,7 +15,7 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     trajectories = [t for group in groups for t in group.trajectories]
     numbers: dict[str, float] = {
         "tokens": float(sum(len(t) for t in trajectories)),
-        "trained_tokens": float(sum(int(t.trainable.sum()) for t in trajectories if t.counts)),
+        "trained_tokens": float(sum(int(t.trainable.sum()) for t in trajectories if t.counts and t.use == "train")),
     }
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if any(t.outcome is not None for t in trajectories):

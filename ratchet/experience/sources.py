@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ratchet.data.renderer import Renderer
+from ratchet.errors import DataError
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.tasks import TaskStream
 from ratchet.types import Group, Sampling, Task, Trajectory
@@ -60,11 +61,13 @@ class StreamSource(ABC):
 
 
 class Rows(StreamSource):
-    """Supervised rows: each task with the messages that solve it."""
+    """Supervised rows: each task with the messages that solve it. Raises DataError for one longer than the context."""
 
-    def __init__(self, stream: TaskStream, name: str, renderer: Renderer, *, train: Literal["all", "last"]) -> None:
+    def __init__(
+        self, stream: TaskStream, name: str, renderer: Renderer, *, train: Literal["all", "last"], max_context: int
+    ) -> None:
         super().__init__(stream, name)
-        self.renderer = renderer
+        self.renderer, self.max_context = renderer, max_context
         self.train: Literal["all", "last"] = train
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
@@ -73,6 +76,8 @@ class Rows(StreamSource):
     def _row(self, task: Task) -> Trajectory:
         messages = (*task.messages, *self.stream.environment.demonstration(task))
         tokens, trainable = self.renderer.supervised(messages, train=self.train)
+        if len(tokens) > self.max_context:
+            raise DataError(f"task {task.id}: {len(tokens)} tokens, but the model holds {self.max_context}: shorten or drop it")
         return Trajectory.supervised(tokens, trainable, messages=messages)
 
 

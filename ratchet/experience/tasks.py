@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 
+from ratchet.errors import DataError
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment
-from ratchet.types import Task
+from ratchet.types import Message, Task
 
 
 class TaskStream:
     """Tasks of the "train" split from position 0 on.
 
-    examples: train on the first so many tasks only, reshuffled every epoch.
+    examples: train on the first so many distinct tasks only, reshuffled every epoch; `pool_seed` decides which those are.
     """
 
-    def __init__(self, environment: Environment, *, seed: int, examples: int | None = None) -> None:
+    def __init__(
+        self, environment: Environment, *, seed: int, examples: int | None = None, pool_seed: int | None = None
+    ) -> None:
         self.environment, self.seed = environment, seed
         self.position = 0
         self._upcoming: Iterator[Task] | None = None
         self._epoch, self._shuffled = -1, list[int]()
-        self._pool = list(itertools.islice(environment.tasks("train", seed=seed), examples)) if examples else []
+        self._pool = self._distinct(seed if pool_seed is None else pool_seed, examples) if examples else []
 
     def seek(self, position: int) -> None:
         self.position, self._upcoming = position, None
@@ -41,7 +43,25 @@ class TaskStream:
             return self._pool[self._order(epoch)[offset]]
         if self._upcoming is None:
             self._upcoming = iter(self.environment.tasks("train", seed=self.seed, start=position))
-        return next(self._upcoming)
+        task = next(self._upcoming, None)
+        if task is None:
+            raise DataError(
+                f"{type(self.environment).__name__}.tasks('train') ended after {position}: it must pass over its data"
+            )
+        return task
+
+    def _distinct(self, seed: int, count: int) -> list[Task]:
+        """The first tasks with prompts of their own; fewer where the data begin again before there are so many."""
+        pool: list[Task] = []
+        ids, prompts = set[str](), set[tuple[Message, ...]]()
+        for task in self.environment.tasks("train", seed=seed):
+            if task.id in ids or len(pool) == count:
+                break
+            ids.add(task.id)
+            if task.messages not in prompts:
+                prompts.add(task.messages)
+                pool.append(task)
+        return pool
 
     def _order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:

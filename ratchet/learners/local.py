@@ -140,7 +140,7 @@ class LocalLearner:
         if self.bad_steps >= self.config.max_bad_steps:
             raise TrainingError(
                 f"{self.bad_steps} optimizer steps in a row were not finite (loss {loss}, gradient norm {norm}); weights are "
-                "those before them. Lower optimizer.lr, or look at the batch in the run directory"
+                "those before them: lower optimizer.lr"
             )
 
     # --- the forward that both share
@@ -197,7 +197,7 @@ def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
     """The sequences that weigh anything in any term: the others add nothing to losses, gradients or metrics."""
     counts_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
     for term in terms:
-        level, values = batch.weights[term.name]
+        level, values, _ = batch.weights[term.name]
         active = values != 0
         if level == "token":
             active = batch.sequence_sum(active.double()) > 0

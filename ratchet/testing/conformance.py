@@ -109,6 +109,12 @@ async def check_source(source: Source) -> None:
     await source.restore(unfinished)
     pending = await source.draw(3, 1)
     assert {g.id for g in pending} == {g.id for g in second}, "groups drawn but not acknowledged were lost"
+    first_id, middle_id, last_id = (group.id for group in pending)
+    source.ack([middle_id], 1)  # out of order
+    source.nack([last_id], "lost")
+    await source.restore(json.loads(json.dumps(await source.snapshot())))
+    left = await source.draw(2, 1)
+    assert {g.id for g in left} == {first_id, last_id}, "an acknowledged group came again, or a refused one was lost"
 
 
 def _same_tokens(a: Sequence[Group], b: Sequence[Group]) -> bool:

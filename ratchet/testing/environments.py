@@ -105,7 +105,7 @@ async def _step(environment: Environment, task: Task, message: Message) -> Step:
     step = await environment.step(message)
     require(isinstance(step, Step), f"step in '{task.id}' gives {type(step).__name__}, not Step")
     require(isinstance(step.done, bool), f"step in '{task.id}': `done` must be a bool")
-    require(math.isfinite(step.reward), f"step in '{task.id}': reward {step.reward} is not finite")
+    require(step.reward is None or math.isfinite(step.reward), f"step in '{task.id}': reward {step.reward} is not finite")
     require(step.done or bool(step.messages), f"step in '{task.id}' neither ends the episode nor says anything")
     _check_messages(step.messages, f"step in '{task.id}'")
     require(all(m.role != "assistant" for m in step.messages), f"step in '{task.id}' speaks for the assistant")

@@ -143,29 +143,33 @@ class FakeSource:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
         self.position = 0
-        self.pending: list[str] = []
+        self.pending: list[int] = []
+        self.again: list[int] = []
 
     async def draw(self, n: int, version: int) -> list[Group]:
-        drawn = []
-        for _ in range(n):
-            group = self.groups[self.position % len(self.groups)]
-            drawn.append(Group(f"fake/{self.position}", group.task, group.trajectories))
-            self.position += 1
-        self.pending += [group.id for group in drawn]
-        return drawn
+        repeated, self.again = self.again[:n], self.again[n:]
+        fresh = list(range(self.position, self.position + n - len(repeated)))
+        self.position += len(fresh)
+        self.pending += [*repeated, *fresh]
+        return [self._group(number) for number in [*repeated, *fresh]]
+
+    def _group(self, number: int) -> Group:
+        group = self.groups[number % len(self.groups)]
+        return Group(f"fake/{number}", group.task, group.trajectories)
 
     def ack(self, ids: Sequence[str], step: int) -> None:
         for name in ids:
-            self.pending.remove(name)
+            self.pending.remove(int(name.partition("/")[2]))
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
         self.ack(ids, -1)
+        self.again += [int(name.partition("/")[2]) for name in ids]
 
     async def snapshot(self) -> Mapping[str, Any]:
-        return {"position": self.position - len(self.pending)}
+        return {"position": self.position, "pending": sorted([*self.pending, *self.again])}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        self.position, self.pending = state["position"], []
+        self.position, self.pending, self.again = state["position"], [], list(state["pending"])
 
 
 class FakeLink:

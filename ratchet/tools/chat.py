@@ -27,10 +27,10 @@ def chat_with(path: Path, *, prompts: Sequence[str], temperature: float, max_new
         try:
             answer = asyncio.run(_answer(policy, [*messages, question], replace(sampling, seed=seed_for(seed, turn))))
         except DataError as error:  # such as a character that the tokenizer does not know: ask again
-            console.print(f"{error}", style="red", markup=False)
+            console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             continue
         messages += [question, answer]
-        console.print(answer.text, markup=False, highlight=False)
+        console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
 
 
 async def _answer(policy: Policy, messages: Sequence[Message], sampling: Sampling) -> Message:

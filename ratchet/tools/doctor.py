@@ -26,7 +26,7 @@ PURPOSES = {
 
 
 def report() -> int:
-    """Prints the table; returns 1 when a core package is missing or doesn't satisfy what Ratchet asks for, else 0."""
+    """Prints the table; returns 1 when a core package is missing, else 0."""
     console = Console()
     table = Table("package", "version", "for")
     missing_core = False
@@ -51,4 +51,4 @@ def _accelerators() -> str:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__}: no accelerator, `device: auto` means the CPU in float32"
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return f"torch {torch.__version__}: {names}; `device: auto` means cuda, bfloat16 with float32 masters"
+    return f"torch {torch.__version__}: {names}; `device: auto` means cuda, updates in bfloat16 with float32 masters"

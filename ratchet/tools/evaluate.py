@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ratchet.build import build_arena, make_manager
-from ratchet.evals.accuracy import Evaluator
-from ratchet.experience.seeds import seed_for
+from ratchet.build import build_arena, make_evaluator, plan_of
+from ratchet.errors import ConfigError
 from ratchet.tools.target import open_target, require_config
-from ratchet.types import Sampling
 
 
 def evaluate_target(
     path: Path, *, recipe: Path | None, tasks: int | None, samples: int, temperature: float | None, seed: int
 ) -> None:
-    """Prints the table. Tasks, reward and sampling are those of the recipe's last stage unless overridden."""
+    """Prints the table. Tasks, yardstick and sampling are those of the recipe's last stage unless overridden."""
     target = open_target(path, recipe)
-    stage = require_config(target).stages[-1]
-    arena = build_arena(stage)
-    sampling = target.policy.ends(Sampling(**dict(stage.sampling)))
-    sampling = replace(
-        sampling, temperature=temperature or stage.evaluation.temperature or sampling.temperature, seed=seed_for(seed, "eval")
+    config = require_config(target)
+    last = len(config.stages) - 1
+    plan = plan_of(config, last)
+    settings: dict[str, float] = {"tasks": tasks or plan.evaluation.tasks, "samples": samples}
+    if temperature is not None:
+        settings["temperature"] = temperature
+    plan = replace(
+        plan, sampling=target.policy.ends(plan.sampling), evaluation=plan.evaluation.model_copy(update=settings), seed=seed
     )
-    held_out = list(itertools.islice(arena.environment.tasks("test", seed=seed), tasks or stage.evaluation.tasks))
-    manager = make_manager(target.policy, arena, arena.yardstick or arena.reward)
-    evaluator = Evaluator(manager, held_out, sampling, samples=samples)
+    evaluator = make_evaluator(target.policy, build_arena(config.stages[last]), plan)
+    if evaluator is None:
+        raise ConfigError("there is nothing to evaluate on: the recipe says evaluation.tasks: 0; add --tasks N")
+    sampling = evaluator.sampling
     accuracy = asyncio.run(evaluator.run())
     table = Table(
         "held-out tasks", "greedy", f"sampled (mean of {samples} at temperature {sampling.temperature:g})", "truncated"

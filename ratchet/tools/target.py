@@ -36,8 +36,9 @@ def open_target(path: Path, recipe: Path | None = None) -> Target:
     if not (path / MODEL).is_dir():
         raise RunDirectoryError(f"{path} has no finished model yet: go on with `ratchet train --resume {path}`")
     config = load_config(own)
-    trained = config.model_copy(update={"model": ModelConfig(path=str(path / MODEL), dtype=config.model.dtype)})
-    policy = build_policy(trained)
+    # Where a run was trained says nothing about where it is looked at.
+    trained = config.model_copy(update={"device": "auto", "model": ModelConfig(path=str(path / MODEL))})
+    policy = build_policy(freeze(trained))
     return Target(policy, config if recipe is None else freeze(load_config(recipe)))
 
 

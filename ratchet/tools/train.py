@@ -41,13 +41,15 @@ def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, c
     directory = RunDirectory(path)
     if directory.used:
         raise RunDirectoryError(f"{path} holds a run: continue it with --resume {path}, or choose another --run-dir")
+    if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
+        raise RunDirectoryError(f"{path} holds other files: choose a --run-dir that is empty or does not exist")
     with directory.locked():
         directory.settle(plain(config))
         return _run(Session(config, directory, command))
 
 
 def resume_run(path: Path, *, command: str) -> int:
-    """Continues the run in `path` from its newest whole checkpoint; of a finished run, only the summary is shown again."""
+    """Continues the run in `path` from its newest whole checkpoint. A finished run only writes its results again."""
     directory = RunDirectory(path)
     if not directory.used:
         raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
@@ -58,8 +60,8 @@ def resume_run(path: Path, *, command: str) -> int:
 def _run(session: Session) -> int:
     try:
         return asyncio.run(session.run())
-    except KeyboardInterrupt:  # the second signal: at once, without saving
-        return 128 + signal.SIGINT
+    except SecondSignal as second:  # at once, without saving
+        return 128 + second.number
 
 
 def _numbered(path: Path) -> Path:
@@ -71,6 +73,12 @@ def _numbered(path: Path) -> Path:
     return candidate
 
 
+class SecondSignal(KeyboardInterrupt):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 @contextmanager
 def stops_on_signals() -> Iterator[StopRequest]:
     """The first SIGINT or SIGTERM asks the loop to finish its step and save; a second one ends the process at once."""
@@ -78,7 +86,7 @@ def stops_on_signals() -> Iterator[StopRequest]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.signal is not None:
-            raise KeyboardInterrupt
+            raise SecondSignal(number)
         stop.signal = signal.Signals(number)
         log.warning("%s: finishing this step, then saving; once more to stop at once", stop.signal.name)
 
@@ -108,6 +116,7 @@ class Session:
             if checkpoint is not None:
                 log.info("continuing after step %d", checkpoint.step)
                 self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
+                self.command = checkpoint.meta["command"]  # the one that began the run reproduces it
             self.sinks = self._open_sinks(-1 if checkpoint is None else checkpoint.step)
             try:
                 policy = build_policy(self.config)
@@ -117,12 +126,15 @@ class Session:
                 for index in range(len(self.summaries), len(self.config.stages)):
                     await self._stage(index, policy, stop, checkpoint)
                     if stop.signal is not None:
-                        self.console.print(
-                            f"Stopped. Continue with: ratchet train --resume {self.directory.path}", markup=False
-                        )
+                        saved = "Stopped" if self.store.steps() else "Stopped before the first step, so it begins anew"
+                        path = self.directory.path
+                        self.console.print(f"{saved}. Continue with: ratchet train --resume {path}", markup=False)
                         return 128 + stop.signal
                     checkpoint = None  # the stages after it start from the model in memory
                 self._finish(policy)
+            except BaseException:
+                log.info("the run ends here", exc_info=True)  # a closed terminal would take the reason with it
+                raise
             finally:
                 self.sinks.close()
         return 0
@@ -136,7 +148,7 @@ class Session:
     async def _stage(self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> None:
         self.store.keep = self.config.stages[index].checkpoint.keep
         run = build_run(self.config, index, policy, stop=stop)
-        saver = Saver(self.store, run, self.summaries)
+        saver = Saver(self.store, run, self.summaries, self.command)
         run.save = saver.save
         if checkpoint is not None:
             await saver.restore(checkpoint)
@@ -147,11 +159,23 @@ class Session:
             run.name, first_step=run.first_step, last_step=run.last_step, mode=mode, console=self.console
         ) as show:
             run.observers = (self.sinks.write, show)
-            await train(run)
+            try:
+                await train(run)
+            finally:
+                await run.close()
         if stop.signal is not None:
             if saver.saved < run.done:  # the signal came after the step had been saved, or not
                 await saver.save(run.done)
             return
+        steps, silent = run.done - run.origin, run.progress.silent_steps
+        if silent > steps / 2:
+            log.warning(
+                "stage %s: in %d of %d steps all attempts at each prompt earned the same, which teaches nothing: "
+                "train longer before it, raise sampling.temperature, or make tasks of mixed difficulty",
+                run.name,
+                silent,
+                steps,
+            )
         self.summaries.append(_summary(run))
 
     async def _measure_start(self, index: int, run: Run) -> None:
@@ -161,8 +185,9 @@ class Session:
             return
         numbers = await run.evaluate()
         run.progress.accuracy_before = numbers.get("greedy")
+        flushed = run.metrics.flush(run.first_step)
         if index == 0:  # the curve begins here; later stages begin at a step that has its line
-            self.sinks.write(0, run.metrics.flush(0))
+            self.sinks.write(0, flushed)
 
     def _finish(self, policy: Policy) -> None:
         model = self.directory.path / MODEL
@@ -182,13 +207,14 @@ class Session:
 class Saver:
     """Writes and reads the checkpoints of one stage: every role's state, the position in the data, and what was measured."""
 
-    def __init__(self, store: CheckpointStore, run: Run, summaries: Sequence[StageSummary]) -> None:
-        self.store, self.run, self.summaries = store, run, summaries
+    def __init__(self, store: CheckpointStore, run: Run, summaries: Sequence[StageSummary], command: str) -> None:
+        self.store, self.run, self.summaries, self.command = store, run, summaries, command
         self.saved = run.first_step
 
     async def save(self, done: int) -> None:
         run = self.run
         meta = {
+            "command": self.command,
             "summaries": [asdict(summary) for summary in self.summaries],
             "progress": asdict(run.progress),
             "state": asdict(run.state),

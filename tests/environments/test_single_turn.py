@@ -105,7 +105,7 @@ def test_an_episode_is_one_answer_long():
     task = next(environment.tasks("train", seed=0))
     assert asyncio.run(environment.reset(task)) == task.messages
     step = asyncio.run(environment.step(Message("assistant", "hm")))
-    assert (step.done, step.messages, step.reward) == (True, (), 0.0)
+    assert (step.done, step.messages, step.reward) == (True, (), None)
 
 
 def test_environments_and_rewards_come_without_torch():

@@ -133,7 +133,7 @@ def test_a_step_that_mostly_fails_stops_the_run_and_shows_why():
     assert len(asyncio.run(Batcher(half, groups_per_step=2).next(0))) == 2
     mostly = FakeSource([make_group("g", [broken, broken, good])])
     with pytest.raises(
-        TrainingError, match=r"step 4: 4 of 6 attempts failed \(limit 50%\); the first: environment\n.*server is down"
+        TrainingError, match=r"step 5: 4 of 6 attempts failed \(limit 50%\); the first: environment\n.*server is down"
     ):
         asyncio.run(Batcher(mostly, groups_per_step=2).next(4))
 

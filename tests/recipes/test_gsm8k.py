@@ -11,7 +11,7 @@ from ratchet.models.presets import preset
 from ratchet.tools.train import start_run
 
 
-@pytest.fixture()
+@pytest.fixture
 def model(tmp_path):
     """A Llama-shaped directory as the hub would give it, with a chat template of its own."""
     tokenizer = byte_bpe_tokenizer(["Natalia sold clips to 48 of her friends in April. #### 72"] * 4, vocab_size=300)
