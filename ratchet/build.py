@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.config.base import Section
 from ratchet.config.kinds import resolve
 from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RunConfig, StageConfig
+from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.renderer import Renderer
-from ratchet.data.tokenizer import Tokenizer
+from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, ModelError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.executors.machine import usable_cores
@@ -197,22 +199,21 @@ def freeze(config: RunConfig) -> RunConfig:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = usable_cores() if config.threads == "auto" else config.threads
-    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    model = config.model.model_copy(update={"dtype": dtype})
-    return config.model_copy(update={"device": device, "threads": threads, "model": model})
+    return config.model_copy(update={"device": device, "threads": threads})
 
 
 def build_policy(config: RunConfig) -> Policy:
-    """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights."""
-    source, device, dtype = config.model, torch.device(config.device), getattr(torch, config.model.dtype)
+    """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights. In float32:
+    bfloat16 weights would swallow small updates."""
+    source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu")
     tokenizer = construct(config.tokenizer, source.path)
     if source.path is not None:
+        _check_same_tokens(config, tokenizer)
         model = load_policy(
             source.path,
             backend=source.backend,
-            dtype=dtype,
             device=device,
             trust_remote_code=source.trust_remote_code,
             revision=source.revision,
@@ -220,8 +221,20 @@ def build_policy(config: RunConfig) -> Policy:
     else:
         assert source.preset is not None, "the configuration lets neither path nor preset through without the other"
         shape = preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
-        model = init_policy(shape, seed=config.seed, dtype=dtype, device=device)
+        model = init_policy(shape, seed=config.seed, device=device)
     return Policy.of(model, tokenizer, template=template_of(config), generator=config.stages[0].generator)
+
+
+def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """A tokenizer of the recipe's own must be the one that the model was trained with, where its directory holds that."""
+    chosen = not isinstance(config.tokenizer, AutoTokenizerConfig) or config.tokenizer.path is not None
+    directory = Path(str(config.model.path))
+    if not chosen or not (directory / "tokenizer.json").is_file():
+        return
+    if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"tokenizer differs from the one in {directory}, whose tokens the model knows: remove it from the recipe"
+        )
 
 
 def template_of(config: RunConfig) -> str | None:

@@ -37,7 +37,6 @@ class ModelConfig(Section):
     backend: Literal["auto", "ratchet", "transformers"] = Field(
         default="auto", description="Whose code runs it: Ratchet's own decoder where it can (auto), or that of transformers."
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="Of the weights.")
     overrides: dict[str, Any] = Field(default_factory=dict, description="Fields of the preset's shape to change.")
     trust_remote_code: bool = Field(default=False, description="Let transformers run code that comes with the model.")
 

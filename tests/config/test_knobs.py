@@ -156,7 +156,7 @@ def grpo() -> dict:
     return {
         "threads": 1,
         "device": "cpu",
-        "model": {**TINY, "dtype": "float32"},
+        "model": TINY,
         "tokenizer": {"kind": "characters", "alphabet": "0123456789+="},
         "stages": [{
             "name": "probe",

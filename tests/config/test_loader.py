@@ -60,7 +60,7 @@ def test_quickstart_resolves(write):
     config = load_config(write(QUICKSTART))
     sft, grpo = config.stages
     assert (config.name, config.seed, config.device, config.threads, config.run_dir) == ("quickstart", 0, "auto", "auto", None)
-    assert (config.model.preset, config.model.backend, config.model.dtype) == ("tiny", "auto", "auto")
+    assert (config.model.preset, config.model.backend) == ("tiny", "auto")
     assert (config.logging.tensorboard, config.logging.progress) == (True, "auto")
     assert (sft.name, sft.source, sft.attempts, sft.steps, sft.batch_size) == ("sft", "rows", 1, 90, 128)
     assert (grpo.name, grpo.source, grpo.attempts, grpo.steps, grpo.batch_size) == ("grpo", "rollouts", 8, 200, 128)

@@ -244,6 +244,17 @@ def test_conformance(name, tmp_path):
     asyncio.run(check_learner(make, batch, terms, tmp_path / "state"))
 
 
+def test_autocast_computes_in_bfloat16_and_keeps_float32_masters():
+    batch, terms = prepared(ALGORITHMS["sft"])
+    exact = learner(net=model(dtype=torch.float32))
+    rounded = learner(net=model(dtype=torch.float32), autocast=True)
+    a, b = (asyncio.run(made.score(batch, ["logprobs"]))["logprobs"] for made in (exact, rounded))
+    assert a.dtype == b.dtype == torch.float32
+    assert 0 < float((a - b).abs().max()) < 0.3  # another arithmetic, the same model
+    assert asyncio.run(rounded.update(batch, terms))["grad_norm"] > 0
+    assert {p.dtype for p in rounded.model.parameters()} == {torch.float32}
+
+
 def test_a_frozen_role_scores_and_has_no_optimizer():
     frozen = LocalLearner(LocalConfig(), model())
     batch = pack(groups())
