@@ -10,6 +10,8 @@ from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment
 from ratchet.types import Message, Task
 
+MAX_REPEATS = 10_000  # draws without a new prompt after which there are taken to be no more
+
 
 class TaskStream:
     """Tasks of the "train" split from position 0 on.
@@ -51,17 +53,15 @@ class TaskStream:
         return task
 
     def _distinct(self, seed: int, count: int) -> list[Task]:
-        """The first tasks with prompts of their own; fewer where the data begin again before there are so many."""
-        pool: list[Task] = []
-        ids, prompts = set[str](), set[tuple[Message, ...]]()
+        """The first tasks with prompts of their own; fewer where there are not so many."""
+        pool: dict[tuple[Message, ...], Task] = {}
+        repeats = 0  # in a row
         for task in self.environment.tasks("train", seed=seed):
-            if task.id in ids or len(pool) == count:
+            repeats = repeats + 1 if task.messages in pool else 0
+            pool.setdefault(task.messages, task)
+            if len(pool) == count or repeats > MAX_REPEATS:
                 break
-            ids.add(task.id)
-            if task.messages not in prompts:
-                prompts.add(task.messages)
-                pool.append(task)
-        return pool
+        return list(pool.values())
 
     def _order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:
