@@ -61,11 +61,3 @@ class ByteBPEConfig(TokenizerConfig):
 
     texts: tuple[Path, ...] = Field(min_length=1, description="Text files (UTF-8) to train on, read line by line.")
     vocab_size: int = Field(4096, ge=264, description="256 bytes, 8 special tokens, and the merges.")
-
-
-KINDS: dict[str, type[TokenizerConfig]] = {
-    "auto": AutoTokenizerConfig,
-    "characters": CharactersConfig,
-    "bytes": BytesConfig,
-    "byte_bpe": ByteBPEConfig,
-}

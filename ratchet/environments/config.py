@@ -90,11 +90,3 @@ class GSM8KConfig(EnvironmentConfig):
         if self.test is not None and self.split_column is not None:
             raise ValueError("`test` and `split_column` both say what the test split is: remove one")
         return self
-
-
-KINDS: dict[str, type[EnvironmentConfig]] = {
-    "arithmetic": ArithmeticConfig,
-    "sorting": SortingConfig,
-    "countdown": CountdownConfig,
-    "gsm8k": GSM8KConfig,
-}

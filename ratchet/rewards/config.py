@@ -29,10 +29,3 @@ class CountdownRewardConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.countdown:CountdownReward"
 
     partial: float = Field(0.0, ge=0, lt=1, description="For a legal expression that misses the target.")
-
-
-KINDS: dict[str, type[Section]] = {
-    "exact_match": ExactMatchConfig,
-    "numeric_answer": NumericAnswerConfig,
-    "countdown": CountdownRewardConfig,
-}

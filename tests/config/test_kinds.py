@@ -1,3 +1,4 @@
+import importlib
 import sys
 import types
 from typing import ClassVar
@@ -143,8 +144,18 @@ def test_each_built_in_kind_is_there_and_knows_its_name(slot, kind):
     assert ":" in section.builds
 
 
-@pytest.mark.parametrize("module", ["environments", "rewards"])
-def test_the_table_holds_every_kind_that_a_module_declares(module):
-    declared = __import__(f"ratchet.{module}.config", fromlist=["KINDS"]).KINDS
-    slot = {"environments": "environment"}.get(module, module)
-    assert {kind: f"{c.__module__}:{c.__qualname__}" for kind, c in declared.items()} == dict(KINDS[slot])
+SLOTS = {
+    "algorithm": "algorithms",
+    "environment": "environments",
+    "rewards": "rewards",
+    "learner": "learners",
+    "generator": "generators",
+    "tokenizer": "data",
+}
+
+
+@pytest.mark.parametrize("slot", KINDS)
+def test_the_table_holds_every_section_that_its_package_declares(slot):
+    module = importlib.import_module(f"ratchet.{SLOTS[slot]}.config")
+    sections = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Section) and c.builds]
+    assert {f"{c.__module__}:{c.__qualname__}" for c in sections} == set(KINDS[slot].values())

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from ratchet.config.kinds import KINDS, section_class
 from ratchet.data.builtin_tokenizers import (
     SPECIALS,
     build_auto,
@@ -18,7 +19,7 @@ from ratchet.data.builtin_tokenizers import (
     byte_tokenizer,
     character_tokenizer,
 )
-from ratchet.data.config import KINDS, PRINTABLE, AutoTokenizerConfig, ByteBPEConfig, BytesConfig, CharactersConfig
+from ratchet.data.config import PRINTABLE, AutoTokenizerConfig, ByteBPEConfig, BytesConfig, CharactersConfig
 from ratchet.data.templates import BUILTIN
 from ratchet.data.tokenizer import GUARD, Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, DataError, ModelError
@@ -328,8 +329,8 @@ def test_each_kind_builds_its_tokenizer(tmp_path):
 def test_each_kind_names_what_builds_it():
     import importlib
 
-    for section in KINDS.values():
-        module, _, name = section.builds.partition(":")
+    for kind in KINDS["tokenizer"]:
+        module, _, name = section_class("tokenizer", kind).builds.partition(":")
         assert callable(getattr(importlib.import_module(module), name))
 
 

@@ -3,22 +3,25 @@ import importlib
 import pytest
 from pydantic import ValidationError
 
-from ratchet.environments import config as environments
+from ratchet.config.kinds import KINDS, section_class
 from ratchet.environments.config import ArithmeticConfig, CountdownConfig, GSM8KConfig, SortingConfig
-from ratchet.rewards import config as rewards
+from ratchet.rewards.config import CountdownRewardConfig
+
+ENVIRONMENTS = [section_class("environment", kind) for kind in KINDS["environment"]]
+REWARDS = [section_class("rewards", kind) for kind in KINDS["rewards"]]
 
 
-@pytest.mark.parametrize("section", [*environments.KINDS.values(), *rewards.KINDS.values()])
+@pytest.mark.parametrize("section", [*ENVIRONMENTS, *REWARDS])
 def test_each_kind_names_a_class_that_takes_its_section(section):
     module, name = section.builds.split(":")
     built = getattr(importlib.import_module(module), name)
-    config = section(train="t.jsonl") if section is GSM8KConfig else section()
+    config = section(train="t.jsonl") if issubclass(section, GSM8KConfig) else section()
     assert built(config).config is config
 
 
-@pytest.mark.parametrize("section", environments.KINDS.values())
+@pytest.mark.parametrize("section", ENVIRONMENTS)
 def test_each_environment_names_a_reward_that_exists(section):
-    assert section.default_reward in rewards.KINDS
+    assert section.default_reward in KINDS["rewards"]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def test_each_environment_names_a_reward_that_exists(section):
         (GSM8KConfig, {}, "train"),
         (GSM8KConfig, {"train": "a", "shots": -1}, "greater than or equal to 0"),
         (GSM8KConfig, {"train": "a", "test": "b", "split_column": "split"}, "remove one"),
-        (rewards.CountdownRewardConfig, {"partial": 1.0}, "less than 1"),
+        (CountdownRewardConfig, {"partial": 1.0}, "less than 1"),
     ],
 )
 def test_impossible_values_are_refused(section, values, message):
