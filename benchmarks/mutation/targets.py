@@ -1,0 +1,29 @@
+"""Which tests hold which file of the maths. Paths from the root of the repository."""
+
+from __future__ import annotations
+
+MATHS = "ratchet/algorithms"
+TESTS = "tests/algorithms"
+EVERYWHERE = ("mutants_found",)
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "advantages/common.py": ("advantages", "temporal", "compose"),
+    "advantages/group.py": ("advantages",),
+    "advantages/temporal.py": ("temporal",),
+    "advantages/teacher.py": ("compose", "advantages"),
+    "advantages/compose.py": ("compose",),
+    "losses/base.py": ("losses", "value_loss"),
+    "losses/policy.py": ("policy_losses", "losses"),
+    "losses/preference.py": ("preference", "kto"),
+    "losses/reward_model.py": ("reward_model",),
+    "losses/distillation.py": ("distillation",),
+    "kl.py": ("kl_penalty", "kl_in_reward"),
+    "correction.py": ("correction",),
+    "shaping.py": ("shaping",),
+    "filters.py": ("filters",),
+    "weightings.py": ("weightings",),
+}
+
+
+def targets() -> dict[str, list[str]]:
+    return {f"{MATHS}/{file}": [f"{TESTS}/test_{name}.py" for name in (*names, *EVERYWHERE)] for file, names in TARGETS.items()}

@@ -1,0 +1,187 @@
+"""Runs tests against mutants, each in a fork of this process, which has imported what the tests import but nothing of ours.
+
+The mutated module is found instead of the real one whenever something imports it, so that names taken over by other modules,
+and partials of its functions, are the mutant's too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+
+
+@dataclass(frozen=True)
+class Result:
+    """status: pytest's; None when the time was up. killer: the first test that failed. modules: imported by the end."""
+
+    status: int | None
+    killer: str = ""
+    modules: tuple[str, ...] = ()
+
+    @property
+    def killed(self) -> bool:
+        return self.status != 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`code` gives the module's tree, called in the fork; None leaves the file as it is. first: tests to try before others."""
+
+    module: str
+    path: Path
+    code: Callable[[], ast.Module] | None
+    tests: tuple[Path, ...]
+    timeout_s: int
+    first: tuple[str, ...] = ()
+
+
+def run(trials: Iterable[Trial], root: Path, jobs: int) -> Iterator[tuple[Trial, Result]]:
+    """Results in the order in which they come; takes a trial only when there is a free place for it."""
+    waiting = iter(trials)
+    with selectors.DefaultSelector() as running:
+        while True:
+            while len(running.get_map()) < jobs and (trial := next(waiting, None)) is not None:
+                pid, pipe = _fork(trial, root)
+                running.register(pipe, selectors.EVENT_READ, (trial, pid, bytearray()))
+            if not running.get_map():
+                return
+            for key, _ in running.select():
+                trial, pid, received = key.data
+                if chunk := os.read(key.fd, 65536):
+                    received.extend(chunk)
+                    continue
+                running.unregister(key.fd)
+                os.close(key.fd)
+                _, ended = os.waitpid(pid, 0)
+                yield trial, _result(received, ended)
+
+
+def preload(modules: Iterable[str], root: Path) -> None:
+    """Imports the libraries among the modules: whatever does not come from the tree under test."""
+    for name in modules:
+        spec = _spec(name)
+        if spec is not None and spec.origin and not _ours(Path(spec.origin), root):
+            importlib.import_module(name)
+
+
+def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    if name.startswith(("_pytest", "pytest", "xdist")) or name in ("__main__", "conftest"):
+        return None
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
+def _ours(path: Path, root: Path) -> bool:
+    return path.is_relative_to(root) and "site-packages" not in path.parts
+
+
+def _result(received: bytearray, ended: int) -> Result:
+    if received:
+        return Result(**json.loads(received))
+    # Killed by the alarm, or by what the mutant did to the process.
+    return Result(None if os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGALRM else 70)
+
+
+def _fork(trial: Trial, root: Path) -> tuple[int, int]:
+    ours, theirs = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return pid, ours
+    # From here on in the child, which never returns.
+    try:
+        os.close(ours)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(trial.timeout_s)
+        report = _test(trial, root)
+        with os.fdopen(theirs, "wb") as pipe:
+            pipe.write(json.dumps(report).encode())
+    finally:
+        os._exit(1)
+
+
+def _test(trial: Trial, root: Path) -> dict[str, Any]:
+    silence = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(silence, stream)
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    if trial.code is not None:
+        sys.meta_path.insert(0, _Instead(trial.module, trial.path, trial.code()))
+    watcher = _Watcher(trial.first)
+    arguments = [f"--rootdir={root}", "-x", "-q", "--no-header", "--tb=no", "-m", "not slow", "--import-mode=importlib"]
+    arguments += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    status = pytest.main([*arguments, *map(str, trial.tests)], plugins=[watcher])
+    modules = () if trial.code is not None else tuple(sys.modules)
+    return {"status": int(status), "killer": watcher.killer, "modules": modules}
+
+
+class _Instead(importlib.machinery.SourceFileLoader):
+    """Finds and loads one module from a tree instead of its file."""
+
+    def __init__(self, module: str, path: Path, tree: ast.Module) -> None:
+        super().__init__(module, str(path))
+        self._tree = tree
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(self._tree, self.path, "exec")
+
+
+class _Watcher:
+    """A plugin: the tests that killed before come first, and a failing example is not made small."""
+
+    def __init__(self, first: tuple[str, ...]) -> None:
+        self._rank = {name: i for i, name in enumerate(first)}
+        self.killer = ""
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        settings.register_profile("mutants", settings.default, phases=(Phase.explicit, Phase.generate))  # type: ignore[arg-type]
+        settings.load_profile("mutants")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: self._rank.get(item.nodeid, len(self._rank)))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.killer:
+            self.killer = report.nodeid
+
+
+class Killers:
+    """Which tests killed, most successful first: those of a function's mutants before all others of its file."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], Counter[str]] = {}
+
+    def add(self, file: str, function: str, killer: str) -> None:
+        if killer:
+            for key in ((file, function), (file, "")):
+                self._counts.setdefault(key, Counter())[killer] += 1
+
+    def best(self, file: str, function: str, most: int = 12) -> tuple[str, ...]:
+        near = self._counts.get((file, function), Counter()).most_common(most)
+        far = self._counts.get((file, ""), Counter()).most_common(most)
+        return tuple(dict.fromkeys(name for name, _ in [*near, *far]))
