@@ -173,7 +173,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _attribute(node: ast.Attribute, place: Place) -> Iterator[Edit]:
-    if node.attr in MASKS and isinstance(node.ctx, ast.Load):
+    if node.attr in MASKS and isinstance(node.ctx, ast.Load) and not _is_dropped(place):
         yield "mask", ast.BinOp(deepcopy(node), ast.BitOr(), ast.Constant(True))
     called = isinstance(place.parent, ast.Call) and place.name == "func"
     if node.attr in OPPOSITES and called:
@@ -182,6 +182,13 @@ def _attribute(node: ast.Attribute, place: Place) -> Iterator[Edit]:
         yield "denominator", _with(node, attr="mean" if node.attr == "sum" else "sum")
     if node.attr == "no_grad":
         yield "detach", _with(node, attr="enable_grad")
+
+
+def _is_dropped(place: Place) -> bool:
+    """Under `&`, and as the condition of a `where`: another edit drops it."""
+    if isinstance(place.parent, ast.Call):
+        return _called(place.parent) == "where" and place.index == 0
+    return isinstance(place.parent, ast.BinOp) and isinstance(place.parent.op, ast.BitAnd)
 
 
 def _name(node: ast.Name, place: Place) -> Iterator[Edit]:
@@ -217,7 +224,9 @@ def _is_number(place: Place) -> bool:
     """A whole value that is given a name with a shape, or returned by a function of tensors or numbers."""
     if isinstance(place.node, (ast.Compare, ast.Tuple, ast.List, ast.Dict, ast.ListComp, ast.BoolOp, ast.Lambda)):
         return False
-    if isinstance(place.node, ast.UnaryOp) or place.name not in ("value", "elts"):
+    if isinstance(place.node, ast.UnaryOp) or place.name not in ("value", "elts") or _is_mask(place.node):
+        return False
+    if isinstance(place.node, ast.Call) and _called(place.node).startswith("zeros"):
         return False
     if isinstance(place.parent, ast.Assign):
         target = place.parent.targets[0]
@@ -228,6 +237,12 @@ def _is_number(place: Place) -> bool:
         return promised in ("Tensor", "float", "int")
     first = isinstance(place.parent, ast.Tuple) and isinstance(place.above[-2], ast.Return) and place.index == 0
     return first and promised.startswith("tuple[Tensor")
+
+
+def _is_mask(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, (ast.BitAnd, ast.BitOr))
+    return isinstance(node, ast.Attribute) and node.attr in MASKS
 
 
 def _in_divisor(place: Place) -> bool:
