@@ -1,6 +1,6 @@
 """Finds the mutants of a source file: small edits that change what its maths means.
 
-Left alone: docstrings, annotations, decorators, defaults of parameters (a section of the configuration states them again),
+Left alone: docstrings, annotations, decorators but `no_grad`, defaults of parameters (the configuration gives them all),
 assertions and what is raised, and `clamp(min=1)`, which guards a division.
 """
 
@@ -71,7 +71,9 @@ def _places(node: ast.AST, above: tuple[ast.AST, ...], function: str) -> Iterato
 def _children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
     for name, value in ast.iter_fields(node):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and name != "body":
-            continue
+            free = name == "decorator_list" and "torch.no_grad()" in map(ast.unparse, value)
+            if not free:
+                continue
         if name in ("annotation", "args") and isinstance(node, (ast.AnnAssign, ast.Lambda)):
             continue
         # The first argument of `zeros_like` gives a shape alone.

@@ -27,7 +27,7 @@ from hypothesis import Phase, settings
 
 @dataclass(frozen=True)
 class Result:
-    """status: pytest's; None when the time was up. killer: the first test that failed. modules: imported by the end."""
+    """status: pytest's; None when the time was up. killer: the first test or file that failed. modules: imported by then."""
 
     status: int | None
     killer: str = ""
@@ -164,6 +164,10 @@ class _Watcher:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: self._rank.get(item.nodeid, len(self._rank)))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.killer:
+            self.killer = report.nodeid
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and not self.killer:
