@@ -2,8 +2,8 @@
 
 sign: a minus more or less, plus for minus, a comparison or an extremum turned round. mask: a `where`, `&`, `~`, clamp or
 mask column without effect. denominator: a division dropped, ddof forgotten, a sum for a mean. factor: one side of a product
-dropped. detach: the gradient let through. index: 0 for 1 in subscripts, dimensions and offsets, an order reversed. constant:
-another number. branch: a condition turned round.
+dropped. detach: the gradient let through. index: 0 for 1 in subscripts, dimensions and offsets, an order reversed, arguments
+exchanged. constant: another number. branch: a condition turned round.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ REDUCTIONS |= {"index_select", "size"}
 # Calls without which only their object, or first argument, is left.
 DROPPED = {"detach": "detach", "masked_fill": "mask", "nan_to_num": "mask", "clamp": "mask", "abs": "sign", "flip": "index"}
 DROPPED |= {"reversed": "index", "expm1": "constant", "log1p": "constant"}
+UNORDERED = {"minimum", "maximum", "logaddexp", "where"}  # `where` has edits of its own
 NUMBERS = re.compile(r"_[A-Z]+$")
 SMALL = 1e-3  # a constant below is there for numerical safety
 
@@ -160,12 +161,20 @@ def _call(node: ast.Call) -> Iterator[Edit]:
     name = _called(node)
     if name == "where" and len(node.args) == 3:
         yield from (("mask", deepcopy(x)) for x in node.args[1:] if not isinstance(x, ast.Constant))
+    if name not in UNORDERED and len(shapes := [_shape(x) for x in node.args[:2]]) > 1 and shapes[0] and len(set(shapes)) == 1:
+        yield "index", _with(node, args=deepcopy([node.args[1], node.args[0], *node.args[2:]]))
     if name not in DROPPED or _guards_division(node):
         return
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
     method = owner is not None and not (isinstance(owner, ast.Name) and owner.id in ("torch", "F", "math"))
     if method or node.args:
         yield DROPPED[name], deepcopy(owner if method and owner else node.args[0])
+
+
+def _shape(node: ast.AST) -> str:
+    """The suffix of a name: two arguments of one shape can be taken for each other."""
+    found = NUMBERS.search(node.id) if isinstance(node, ast.Name) else None
+    return found.group() if found else ""
 
 
 def _called(node: ast.Call) -> str:

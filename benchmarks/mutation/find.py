@@ -92,7 +92,7 @@ def _shown(place: Place, new: ast.AST) -> tuple[str, str]:
         if not isinstance(parent, SHOWN):
             break
         wider = ast.unparse(parent)
-        if len(text) >= ENOUGH and len(wider) > MOST:
+        if len(wider) > (MOST if len(text) >= ENOUGH else 2 * MOST):
             break
         chosen, text = parent, wider
     if chosen is place.node:
