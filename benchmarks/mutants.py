@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from mutation.edits import KINDS
 from mutation.equivalent import EQUIVALENT
 from mutation.find import Mutant, find
-from mutation.targets import targets
+from mutation.targets import FUNCTIONS, targets
 from mutation.trial import Killers, Result, Trial, preload, run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _options().parse_args(arguments)
     root = chosen.root.resolve()
     tests = _tests(chosen, root)
-    found = [mutant for file in tests for mutant in find((root / file).read_text(encoding="utf-8"), file)]
+    found = [mutant for file in tests for mutant in _mutants(root, file)]
     stale = [key for key in EQUIVALENT if key[0] in tests and key not in {mutant.key for mutant in found}]
     wanted = [m for m in found if m.key not in EQUIVALENT and (chosen.only is None or m.kind in chosen.only)]
     if chosen.sample is not None and chosen.sample < len(wanted):
@@ -55,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary |= {"equivalent": equivalent, "stale": len(stale), "seconds": round(time.monotonic() - started)}
     print(json.dumps(summary))
     return 1 if summary["survived"] or stale else 0
+
+
+def _mutants(root: Path, file: str) -> list[Mutant]:
+    found = find((root / file).read_text(encoding="utf-8"), file)
+    return [mutant for mutant in found if mutant.function in FUNCTIONS.get(file, (mutant.function,))]
 
 
 def _options() -> argparse.ArgumentParser:

@@ -22,7 +22,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "shaping.py": ("shaping",),
     "filters.py": ("filters",),
     "weightings.py": ("weightings",),
+    "base.py": ("losses", "invariances", "preference"),
 }
+
+# Of these files only some functions are maths.
+FUNCTIONS = {f"{MATHS}/base.py": ("Term.__call__", "Algorithm.weigh")}
 
 
 def targets() -> dict[str, list[str]]:
