@@ -7,14 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ratchet.algorithms.config import GRPOConfig as GRPOConfig
-    from ratchet.algorithms.config import SFTConfig as SFTConfig
-    from ratchet.algorithms.grpo import build_grpo as build_grpo
-    from ratchet.algorithms.sft import build_sft as build_sft
+    from ratchet.algorithms.config.policy_gradient import GRPOConfig as GRPOConfig
+    from ratchet.algorithms.config.supervised import SFTConfig as SFTConfig
     from ratchet.build import Arena as Arena
     from ratchet.build import Plan as Plan
     from ratchet.build import Policy as Policy
     from ratchet.build import make_run as make_run
+    from ratchet.config.kinds import construct as construct
     from ratchet.config.loader import load_config as load_config
     from ratchet.config.schema import EvaluationConfig as EvaluationConfig
     from ratchet.config.schema import OptimizerConfig as OptimizerConfig
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ratchet.algorithms.config": ("GRPOConfig", "SFTConfig"),
-    "ratchet.algorithms.grpo": ("build_grpo",),
-    "ratchet.algorithms.sft": ("build_sft",),
+    "ratchet.algorithms.config.policy_gradient": ("GRPOConfig",),
+    "ratchet.algorithms.config.supervised": ("SFTConfig",),
     "ratchet.build": ("Arena", "Plan", "Policy", "make_run"),
+    "ratchet.config.kinds": ("construct",),
     "ratchet.config.loader": ("load_config",),
     "ratchet.config.schema": ("EvaluationConfig", "OptimizerConfig"),
     "ratchet.data.builtin_tokenizers": ("character_tokenizer",),

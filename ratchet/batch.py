@@ -21,11 +21,13 @@ class Weight(NamedTuple):
     """The complete normaliser of one term over one optimizer step: [T], [S] or [G] by `level`, float64.
 
     total: the sum over the whole step, which parts of it keep: metrics are divided by it, to be means whatever the weighting.
+    coef: factor on the term, as it is in this step.
     """
 
     level: Level
     values: Tensor
     total: float = 1.0
+    coef: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,19 @@ class Batch:
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64, restarts at 0 in every sequence
     turn_T: Tensor  # int32, index of the policy turn, -1 outside
-    trainable_T: Tensor  # bool; false for rows with use != "train"
+    turn_rewards_T: Tensor  # float64, NaN but at the last token of a turn that has a reward of its own
+    state_T: Tensor  # int64, equal for equal (group, state key) of policy turns, -1 elsewhere
+    trainable_T: Tensor  # bool, the final mask: false for rows with use != "train", and what filters took out
+    predicted_T: Tensor  # bool, what scoring passes predict: trainable tokens of "train" and "reference" rows
     rollout_logprobs_T: Tensor  # float32
+    log_kept_mass_T: Tensor  # float32, log of the mass that top-p, top-k and min-p kept
     versions_T: Tensor  # int32, -1 where the policy did not write
     lengths_S: Tensor  # int64
     group_S: Tensor  # int64, 0..G-1
     attempt_S: Tensor  # int64
-    train_S: Tensor  # bool, use == "train"
+    train_S: Tensor  # bool, use == "train", less what filters took out
+    baseline_S: Tensor  # bool, use == "baseline"
+    reference_S: Tensor  # bool, use == "reference"
     scored_S: Tensor  # bool, has a reward that counts
     truncated_S: Tensor  # bool
     rewards_S: Tensor  # float64, NaN where there is none
@@ -55,6 +63,7 @@ class Batch:
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
     weights: Mapping[str, Weight] = field(default_factory=dict)  # by term name
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of what made the columns
 
     @property
     def n_tokens(self) -> int:
@@ -99,6 +108,10 @@ class Batch:
         for name, column in columns.items():
             assert len(column) == self.n_sequences, f"{name}: {len(column)} rows for {self.n_sequences} sequences"
         return replace(self, sequence_columns={**self.sequence_columns, **columns})
+
+    def note(self, **numbers: float) -> Batch:
+        """With further metrics."""
+        return replace(self, metrics={**self.metrics, **numbers})
 
     def sequence_sum(self, x_T: Tensor) -> Tensor:
         """Sum of a token column within each sequence: [T] -> [S], differentiable."""

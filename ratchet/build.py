@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,21 @@ import torch
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.base import Section
-from ratchet.config.kinds import resolve
+from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RunConfig, StageConfig
 from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.renderer import Renderer
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, ModelError
 from ratchet.evals.accuracy import Evaluator
+from ratchet.evals.pairs import PairEvaluator
 from ratchet.executors.machine import usable_cores
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
+from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.seeds import seed_for
-from ratchet.experience.sources import Rollouts, Rows, StreamSource
+from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Environment, Generator, Learner, Reward
 from ratchet.learners.config import LocalConfig
@@ -37,14 +38,9 @@ from ratchet.models.policy import PolicyModel
 from ratchet.models.presets import preset
 from ratchet.rewards.base import as_reward
 from ratchet.rewards.compose import WeightedSum
+from ratchet.roles import SCALARS, make_roles
 from ratchet.run import Run
-from ratchet.types import Sampling
-
-
-def construct(section: Section, /, *arguments: Any, **named: Any) -> Any:
-    """Calls what the section's `builds` ("module:callable") names, with the section first."""
-    module, _, name = section.builds.partition(":")
-    return getattr(import_module(module), name)(section, *arguments, **named)
+from ratchet.types import Sampling, Task
 
 
 @dataclass(frozen=True)
@@ -112,20 +108,15 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
     """The run of one stage in this process. `around`: further fields of `Run` (observers, saving, ...)."""
     first = policy.generator.version if plan.first_step is None else plan.first_step
     plan = replace(plan, sampling=policy.ends(plan.sampling))
-    learner = construct(
-        plan.learner,
-        policy.model,
-        optimizer=plan.optimizer,
-        total_steps=plan.steps * algorithm.updates_per_batch,
-        unit=algorithm.unit,
-        autocast=next(policy.model.parameters()).device.type == "cuda",
+    roles = make_roles(
+        policy.model, policy.tokenizer, algorithm, section=plan.learner, optimizer=plan.optimizer, steps=plan.steps
     )
-    roles: dict[str, Learner] = {"policy": learner}
-    if any(item.role == "reference" for item in algorithm.passes):
-        roles["reference"] = construct(plan.learner, copy.deepcopy(policy.model).requires_grad_(False))
     manager = make_manager(policy, arena, arena.reward)
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
-    evaluator = make_evaluator(policy, arena, plan)
+    if SCALARS & algorithm.needs_of("policy"):
+        evaluator = make_pair_evaluator(policy, arena, algorithm, plan, roles["policy"])
+    else:
+        evaluator = make_evaluator(policy, arena, plan)
     return Run(
         name=plan.name,
         algorithm=algorithm,
@@ -134,7 +125,7 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         link=SharedLink(policy.generator),
         first_step=first,
         last_step=first + plan.steps,
-        managers=(manager,) if evaluator is None else (manager, evaluator.manager),
+        managers=(manager, *evaluator.managers) if evaluator else (manager,),
         evaluator=evaluator,
         evaluate_every=plan.evaluation.every,
         **around,
@@ -146,12 +137,14 @@ def make_manager(policy: Policy, arena: Arena, reward: Reward | None) -> Rollout
     return RolloutManager(player, arena.copies(), reward)
 
 
+def held_out(arena: Arena, plan: Plan) -> list[Task]:
+    return list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), plan.evaluation.tasks))
+
+
 def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
-    """None where the plan asks for no evaluation, or the environment holds no task out."""
+    """Makes the policy answer. None where the plan asks for no evaluation, or the environment holds no task out."""
     settings = plan.evaluation
-    if not settings.tasks:
-        return None
-    tasks = list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), settings.tasks))
+    tasks = held_out(arena, plan)
     if not tasks:
         return None
     sampling = replace(
@@ -163,14 +156,38 @@ def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None
     return Evaluator(make_manager(policy, arena, arena.yardstick or arena.reward), tasks, sampling, samples=settings.samples)
 
 
+def make_pair_evaluator(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, scorer: Learner
+) -> PairEvaluator | None:
+    """The same for a model that is trained to score: it is asked which of two answers is better."""
+    tasks = held_out(arena, plan)
+    return PairEvaluator(scorer, _pairs(policy, arena, algorithm, plan), tasks) if tasks else None
+
+
 def _stream(arena: Arena, plan: Plan) -> TaskStream:
     """The order is the stage's own; which examples a limit leaves is the run's, the same in every stage."""
     order = seed_for(plan.seed, plan.name, "tasks")
     return TaskStream(arena.environment, seed=order, examples=plan.examples, pool_seed=plan.seed)
 
 
+def _writer(policy: Policy, algorithm: Algorithm) -> Writer:
+    return Writer(policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature)
+
+
 def _rows(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
-    return Rows(_stream(arena, plan), plan.name, policy.renderer, train=algorithm.turns, max_context=policy.model.max_positions)
+    return Rows(_stream(arena, plan), plan.name, _writer(policy, algorithm), train=algorithm.turns)
+
+
+def _pairs(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager | None = None) -> Pairs:
+    return Pairs(_stream(arena, plan), plan.name, _writer(policy, algorithm))
+
+
+def _labelled(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
+    return Labelled(_stream(arena, plan), plan.name, _writer(policy, algorithm), reference_rows=algorithm.reference_rows)
+
+
+def _steps(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
+    return Stepped(_stream(arena, plan), plan.name, _writer(policy, algorithm))
 
 
 def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
@@ -181,11 +198,15 @@ def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, ma
         sampling=plan.sampling,
         seed=seed_for(plan.seed, plan.name, "rollouts"),
         group_size=algorithm.group_size,
+        greedy_baseline=algorithm.greedy_baseline,
     )
 
 
 SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, RolloutManager], StreamSource]] = {
     "rows": _rows,
+    "pairs": _pairs,
+    "labelled": _labelled,
+    "steps": _steps,
     "rollouts": _rollouts,
 }
 

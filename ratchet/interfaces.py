@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.types import Completion, Group, Message, Outcome, Sampling, Split, Task, Trajectory
+from ratchet.types import Comparison, Completion, Group, Judged, Message, Outcome, Sampling, Split, Task, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,9 @@ class Outputs:
     `logprobs` [T]: log p(token | tokens before it in its sequence) under the row's temperature, 0 where a token does not
     train. `old_logprobs` [T], detached: the batch's column, or, where the batch gets a single optimizer step, the live
     ones. `entropy` [T] (nats, under the temperature) and `values` [T] are aligned with `logprobs`: entry t belongs to the
-    prediction *of* token t. `scores` [S]: scalar head at each sequence's last token. `sequence_sum` sums a token column
-    within each sequence, over context-parallel ranks too.
+    prediction *of* token t. `token_scores` [T]: the scalar head at each token itself; `scores` [S]: at each sequence's last
+    one. `topk_logprobs` [T, K]: log p of the K tokens in the batch's column `teacher_ids`, 0 where a token does not train.
+    `sequence_sum` sums a token column within each sequence, over context-parallel ranks too.
     """
 
     sequence_sum: Callable[[Tensor], Tensor]
@@ -37,6 +38,8 @@ class Outputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
+    token_scores: Tensor | None = None
+    topk_logprobs: Tensor | None = None
 
     def need(self, name: str) -> Tensor:
         value = getattr(self, name)
@@ -70,9 +73,10 @@ class LossTerm(Protocol):
 class Learner(Protocol):
     """Holds trainable (or frozen) weights, computes columns, applies updates."""
 
-    async def score(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
-        """Columns without gradient: "logprobs", "entropy", "values" [T], "scores" [S]; on the CPU, in
-        float32, or float64 for a float64 model."""
+    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+        """Columns without gradient, at `predicted_T`: "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
+        "topk_ids" (int64) and "topk_logprobs" [T, K] of the K likeliest tokens (top_k=0: of all, in order of their ids); on
+        the CPU, in float32, or float64 for a float64 model."""
         ...
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
@@ -151,6 +155,27 @@ class Environment(Protocol):
     async def reset(self, task: Task) -> Sequence[Message]: ...
     async def step(self, message: Message) -> Step: ...
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Compares(Protocol):
+    """An environment that also has better and worse answers to its tasks, for preference learning and reward models."""
+
+    def comparison(self, task: Task) -> Comparison: ...
+
+
+@runtime_checkable
+class Judges(Protocol):
+    """An environment that also has single answers with a reward (above 0: good)."""
+
+    def judged(self, task: Task) -> Judged: ...
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """An environment that also has answers in steps, each with a label in [0, 1]: the text of each step, and its label."""
+
+    def steps(self, task: Task) -> Sequence[tuple[str, float]]: ...
 
 
 @runtime_checkable

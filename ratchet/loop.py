@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ratchet.algorithms.base import Algorithm
-from ratchet.batch import Batch
+from ratchet.algorithms.passes import fill
 from ratchet.data.packing import pack
-from ratchet.interfaces import Learner
 from ratchet.run import Run
 
 
@@ -20,21 +16,13 @@ async def train(run: Run) -> None:
         with run.phase("score"):
             batch = await fill(batch, algo, roles)
         batch = algo.advantage(batch, state)
+        run.measure("batch", batch.metrics)
         with run.phase("update"):
             for mini in algo.split(batch):
-                weighed = algo.weigh(mini)
-                for role, terms in algo.losses.items():
-                    run.measure(role, await roles[role].update(weighed, terms))
-        state.observe(run.measured)
+                weighed = algo.weigh(mini, state)
+                for role in algo.roles_to_update(state):
+                    run.measure(role, await roles[role].update(weighed, algo.losses[role]))
+        algo.observe(state, run.measured)
         with run.phase("sync"):
             await run.link.push(version=step + 1)  # learner -> generator
         await run.after(step, groups)  # acknowledge, log, evaluate, save
-
-
-async def fill(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> Batch:
-    """Runs the passes that this algorithm needs, in order; each adds its column."""
-    for item in algo.needed_passes():
-        columns = await roles[item.role].score(batch, [item.wanted])
-        add = batch.fill_tokens if item.level == "token" else batch.fill_sequences
-        batch = add(**{item.produces: columns[item.wanted]})
-    return batch

@@ -12,6 +12,7 @@ from statistics import fmean
 from ratchet import faults
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.evals.accuracy import Evaluator
+from ratchet.evals.pairs import PairEvaluator
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import measure_groups
@@ -56,7 +57,7 @@ class Run:
     state: AlgoState = field(default_factory=AlgoState)
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
-    evaluator: Evaluator | None = None
+    evaluator: Evaluator | PairEvaluator | None = None
     managers: Sequence[RolloutManager] = ()
     evaluate_every: int = 0
     save: Callable[[int], Awaitable[None]] | None = None
@@ -120,7 +121,7 @@ class Run:
             return {}
         numbers = (await self.evaluator.run()).numbers()
         self.metrics.add("eval", numbers)
-        self.progress.accuracy = numbers["greedy"]
+        self.progress.accuracy = numbers["accuracy"]
         return numbers
 
     async def close(self) -> None:

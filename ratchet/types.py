@@ -66,6 +66,23 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two ways to go on from a task's messages, the better one first; `rewards` of both where somebody scored them."""
+
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    rewards: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One way to go on from a task's messages, and what it is worth."""
+
+    messages: tuple[Message, ...]
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How one completion is drawn. `temperature=0` is greedy. Filters act after the temperature, in the order top_k, top_p,
     min_p (each on the distribution that the temperature gives, renormalised at the end).
@@ -186,6 +203,7 @@ class Trajectory:
     trainable: NDArray[np.bool_]  # [L]
     rollout_logprobs: NDArray[np.float32]  # [L], 0 where the policy did not write
     versions: NDArray[np.int32]  # [L], -1 where the policy did not write
+    log_kept_mass: NDArray[np.float32] | None = None  # [L], see `Completion`; None: nothing was cut
     attempt: int = 0
     use: Use = "train"
     temperature: float = 1.0
@@ -224,7 +242,7 @@ class Trajectory:
 
     @classmethod
     def supervised(
-        cls, tokens: Sequence[int], trainable: Sequence[bool], *, use: Use = "train", messages: tuple[Message, ...] = ()
+        cls, tokens: Sequence[int], trainable: Sequence[bool], *, messages: tuple[Message, ...] = (), **fields: Any
     ) -> Trajectory:
         """A row of given text: every token is the prompt's, except those that train, which stand for the policy."""
         mask = np.asarray(trainable, dtype=np.bool_)
@@ -234,8 +252,8 @@ class Trajectory:
             trainable=mask,
             rollout_logprobs=np.zeros(len(mask), dtype=np.float32),
             versions=np.full(len(mask), -1, dtype=np.int32),
-            use=use,
             messages=messages,
+            **fields,
         )
 
     def judged(self, outcome: Outcome) -> Trajectory:

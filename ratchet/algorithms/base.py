@@ -25,10 +25,10 @@ Weighting = Callable[[Batch], Tensor]
 class Term:
     """One summand of a role's loss: `coef * sum(weight * x)`.
 
-    `fn(out, batch) -> (x, metrics)` gives x and detached metrics at the term's `level` ([T], [S] or [G]); `weighting(batch)`
-    gives the column of the same length that carries the complete normaliser, computed once over an optimizer step. `needs`
-    names the `Outputs` that the learner must produce. Both functions are module-level, or a `functools.partial` of one, so
-    that a term can be sent to another process by name.
+    `fn(out, batch) -> (x, metrics)` gives x and detached metrics at the term's `level` ([T], [S] or [G]). `weighting(batch)`
+    gives the [T] column that carries the complete normaliser, computed once over an optimizer step; a sequence or a group
+    weighs what its tokens weigh together. `needs` names the `Outputs` that the learner must produce. Both functions are
+    module-level, or a `functools.partial` of one, so that a term can be sent to another process by name.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Term:
 
     def __call__(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         x, metrics = self.fn(out, batch)
-        _, weight, total = batch.weights[self.name]
+        _, weight, total, coef = batch.weights[self.name]
         assert x.shape == weight.shape, f"term '{self.name}' returned {tuple(x.shape)} for weights {tuple(weight.shape)}"
         # A weight of 0 means "not part of the loss": inf * 0 from such an entry must not poison the sum.
         active = weight != 0
-        loss = self.coef * (weight * torch.where(active, x, 0.0)).sum()
+        loss = coef * (weight * torch.where(active, x, 0.0)).sum()
         share = weight / total if total else weight
         means = {k: (share * torch.where(active, v.to(weight.dtype), 0.0)).sum() for k, v in metrics.items()}
         return loss, means
@@ -67,17 +67,31 @@ def _importable(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Pass:
-    """Before the update, `role` computes the column `wanted` without gradient; it is stored under the name `produces`."""
+    """Before the update, `role` computes the column `wanted` without gradient; it is stored under the name `produces`.
+
+    tag: only for rows whose task has this tag; several passes may then fill one column, a part each. top_k: how many columns
+    "topk_ids" and "topk_logprobs" have; 0: one for each token of the vocabulary.
+    """
 
     role: str
     wanted: str
     produces: str
     level: Level = "token"
+    tag: str | None = None
+    top_k: int = 0
 
 
-def no_advantage(batch: Batch, state: AlgoState) -> Batch:
-    """For supervised algorithms: nothing to estimate."""
-    return batch
+@dataclass(frozen=True)
+class Role:
+    """How a role beside the policy is made.
+
+    path: directory or hub id of its model; None: a copy of the policy as the stage finds it. lr: its own peak learning rate;
+    None: the policy's. aligned: its tokenizer differs from the policy's, and its columns are aligned by text spans.
+    """
+
+    path: str | None = None
+    lr: float | None = None
+    aligned: bool = False
 
 
 @dataclass
@@ -87,16 +101,29 @@ class AlgoState:
     step: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
 
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        self.step += 1
+
+def no_advantage(batch: Batch, state: AlgoState) -> Batch:
+    """For supervised algorithms: nothing to estimate."""
+    return batch
+
+
+def no_adaptation(state: AlgoState, metrics: Mapping[str, float]) -> None:
+    """For algorithms without adaptive coefficients."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """See the module's docstring.
 
-    source: the kind of groups it learns from ("rows", "pairs" or "rollouts"). turns: which of the assistant's turns train
-    in given text. unit: what micro-batches never split.
+    source: the kind of groups it learns from, one of `ratchet.build.SOURCES`. advantage: everything between the passes and the
+    update that makes columns; `fills` names those of them that stand in for a pass. adapt: may change `state.numbers` after a
+    step, where "coef/<term>" replaces a term's `coef`. warmup: steps of the stage for which a role is not updated yet.
+
+    Of the data: group_size: attempts at a prompt. greedy_baseline: and a greedy one, with use="baseline". reference_rows: a
+    labelled row comes with the answer to another prompt, with use="reference". turns: which of the assistant's turns train in
+    given text. temperature: of given text, whose sampling nobody knows.
+
+    exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
     """
 
     name: str
@@ -104,18 +131,30 @@ class Algorithm:
     source: str
     passes: tuple[Pass, ...] = ()
     advantage: Callable[[Batch, AlgoState], Batch] = no_advantage
-    unit: Level = "sequence"
+    fills: frozenset[str] = frozenset()
+    adapt: Callable[[AlgoState, Mapping[str, float]], None] = no_adaptation
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    warmup: Mapping[str, int] = field(default_factory=dict)
     minibatches: int = 1
     epochs: int = 1
     group_size: int = 1
+    greedy_baseline: bool = False
+    reference_rows: bool = False
+    temperature: float = 1.0
     turns: Literal["all", "last"] = "all"
+    exempt: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [term.name for terms in self.losses.values() for term in terms]
         if len(set(names)) != len(names):
             raise ConfigError(f"algorithm '{self.name}': two terms share a name among {names}")
+        unknown = {*self.losses, *(item.role for item in self.passes)} - {*self.roles, "policy"}
+        if unknown:
+            raise ConfigError(
+                f"algorithm '{self.name}' names the role '{min(unknown)}' and doesn't say how it is made: add it to roles"
+            )
         reads_old = any("old_logprobs" in term.needs for terms in self.losses.values() for term in terms)
-        if reads_old and self.updates_per_batch > 1 and "old_logprobs" not in {p.produces for p in self.passes}:
+        if reads_old and self.updates_per_batch > 1 and "old_logprobs" not in self.columns:
             raise ConfigError(
                 f"algorithm '{self.name}' takes {self.updates_per_batch} optimizer steps a batch and reads old_logprobs: "
                 "add Pass('policy', 'logprobs', 'old_logprobs'), or set minibatches and epochs to 1"
@@ -125,9 +164,24 @@ class Algorithm:
     def updates_per_batch(self) -> int:
         return self.minibatches * self.epochs
 
-    def needed_passes(self) -> tuple[Pass, ...]:
-        """With one optimizer step a batch, old logprobs are the update's own first forward: that pass is dropped."""
-        return tuple(p for p in self.passes if p.produces != "old_logprobs" or self.updates_per_batch > 1)
+    @property
+    def columns(self) -> frozenset[str]:
+        """What is filled before the update."""
+        return self.fills | {item.produces for item in self.passes}
+
+    @property
+    def unit(self) -> Level:
+        """What micro-batches never split."""
+        levels = {term.level for terms in self.losses.values() for term in terms}
+        return "group" if "group" in levels else "sequence"
+
+    def needs_of(self, role: str) -> frozenset[str]:
+        """Everything that a role is asked for, by terms and by passes."""
+        wanted = (item.wanted for item in self.passes if item.role == role)
+        return frozenset(wanted).union(*(term.needs for term in self.losses.get(role, ())))
+
+    def roles_to_update(self, state: AlgoState) -> Iterator[str]:
+        return (role for role in self.losses if state.step >= self.warmup.get(role, 0))
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         """The mini-batches of one batch, `epochs` times over: whole groups, as even as their count allows, in order.
@@ -147,13 +201,21 @@ class Algorithm:
         for _ in range(self.epochs):
             yield from parts
 
-    def weigh(self, mini: Batch) -> Batch:
+    def weigh(self, mini: Batch, state: AlgoState) -> Batch:
         """Adds every term's weight column, computed over this whole optimizer step: after this, losses only sum."""
         weights: dict[str, Weight] = {}
         for term in (term for terms in self.losses.values() for term in terms):
             values = term.weighting(mini)
-            weights[term.name] = Weight(term.level, values, float(values.sum()))
-        sizes = {"token": mini.n_tokens, "sequence": mini.n_sequences, "group": mini.n_groups}
-        for name, weight in weights.items():
-            assert len(weight.values) == sizes[weight.level], f"weighting of '{name}' is not at level {weight.level}"
+            assert len(values) == mini.n_tokens, f"the weighting of '{term.name}' is not a column of tokens"
+            total = float(values.sum())
+            if term.level != "token":
+                values = mini.sequence_sum(values)
+            if term.level == "group":
+                values = mini.group_sum(values)
+            weights[term.name] = Weight(term.level, values, total, state.numbers.get(f"coef/{term.name}", term.coef))
         return replace(mini, weights=weights)
+
+    def observe(self, state: AlgoState, metrics: Mapping[str, float]) -> None:
+        """After a step: `metrics` are means over its optimizer steps, by "role/term/name" and "batch/name"."""
+        state.step += 1
+        self.adapt(state, metrics)

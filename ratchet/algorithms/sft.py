@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ratchet.algorithms.base import Algorithm, Term
-from ratchet.algorithms.config import SFTConfig
-from ratchet.algorithms.losses import nll
+from ratchet.algorithms.config.supervised import SFTConfig
+from ratchet.algorithms.losses.base import nll
 from ratchet.algorithms.weightings import WEIGHTINGS
 
 
 def build_sft(config: SFTConfig) -> Algorithm:
     return Algorithm(
-        name="sft",
+        name=config.called,
         source=config.source,
         turns=config.train,
         losses={"policy": (Term("nll", nll, WEIGHTINGS[config.weighting]),)},

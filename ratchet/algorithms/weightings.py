@@ -6,6 +6,7 @@ S = sequences, G = groups. `mask` below is 1 on trainable tokens; a sequence or 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ratchet.batch import Batch
@@ -13,8 +14,7 @@ from ratchet.batch import Batch
 
 def token_mean(batch: Batch) -> Tensor:
     """mask / sum(mask): every trainable token counts the same. DAPO (arXiv:2503.14476) eq. 8. Sums to 1. float64 [T]."""
-    mask_T = batch.trainable_T.double()
-    return mask_T / mask_T.sum().clamp(min=1)
+    return _mean_over(batch.trainable_T)
 
 
 def sequence_mean(batch: Batch) -> Tensor:
@@ -31,6 +31,12 @@ def prompt_mean(batch: Batch) -> Tensor:
     return mask_T / count_G.clamp(min=1)[batch.group_S][batch.sequence_T] / _positive(count_G)
 
 
+def token_sum(batch: Batch) -> Tensor:
+    """mask / #sequences: mean over sequences of the sums over their tokens. Sums to the mean count of trainable tokens a
+    sequence: longer answers make larger steps. #sequences counts every training row, empty ones too."""
+    return batch.trainable_T.double() / batch.train_S.sum().clamp(min=1)
+
+
 def fixed_length(batch: Batch, *, length: int) -> Tensor:
     """mask / (#sequences * length): a token's weight does not depend on its answer's length. Dr. GRPO (arXiv:2503.20783).
 
@@ -41,8 +47,36 @@ def fixed_length(batch: Batch, *, length: int) -> Tensor:
     return batch.trainable_T.double() / (rows * length)
 
 
+def positive_mean(batch: Batch, *, above: float = 0.0) -> Tensor:
+    """Token mean over the rows whose reward is above a threshold: the likelihood of correct answers, as VAPO's
+    (arXiv:2504.05118, section 4.3). Sums to 1."""
+    return _mean_over(batch.trainable_T & (batch.rewards_S > above)[batch.sequence_T])
+
+
+def chosen_mean(batch: Batch) -> Tensor:
+    """Token mean over the first row of each group, the chosen one of a pair. Sums to 1."""
+    first_S = torch.ones_like(batch.train_S)
+    first_S[1:] = batch.group_S[1:] != batch.group_S[:-1]
+    return _mean_over(batch.trainable_T & first_S[batch.sequence_T])
+
+
+def step_mean(batch: Batch) -> Tensor:
+    """Mean over the labelled ends of steps (turns with a reward of their own) of training rows. Sums to 1."""
+    return _mean_over(~batch.turn_rewards_T.isnan() & batch.train_S[batch.sequence_T])
+
+
+def _mean_over(mask_T: Tensor) -> Tensor:
+    weights_T = mask_T.double()
+    return weights_T / weights_T.sum().clamp(min=1)
+
+
 def _positive(count: Tensor) -> Tensor:
     return (count > 0).sum().clamp(min=1)
 
 
-WEIGHTINGS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "prompt_mean": prompt_mean}
+WEIGHTINGS = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "prompt_mean": prompt_mean,
+    "token_sum": token_sum,
+}

@@ -19,6 +19,12 @@ class Section(BaseModel):
 
     builds: ClassVar[str] = ""
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """The keys whose value is not the default. (A saved recipe names every key: which ones somebody wrote is not known.)"""
+        fields = type(self).model_fields
+        return frozenset(name for name, field in fields.items() if getattr(self, name) != field.default)
+
     @field_validator("*", mode="before")
     @classmethod
     def _is_what_it_looks_like(cls, value: Any, info: ValidationInfo) -> Any:

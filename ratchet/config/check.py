@@ -38,14 +38,15 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
         ("evaluation", _evaluation(stage, first)),
         ("checkpoints", _checkpoints(stage, first)),
     ]
-    if stage.source == "rows":
+    if stage.source not in ("rollouts", None):
         rows = [row for row in rows if row[0] != "rewards"]
     return ["  " + ROW.format(name, text) for name, text in rows]
 
 
 def _batch(stage: StageConfig) -> str:
-    if stage.source == "rows":
-        return f"{_count(stage.batch_size, 'row')} a step"
+    given = {"rows": "row", "pairs": "pair", "labelled": "labelled answer", "steps": "stepwise answer"}
+    if stage.source in given:
+        return f"{_count(stage.batch_size, given[stage.source])} a step"
     trajectories = stage.batch_size * stage.attempts
     new = trajectories * stage.sampling.max_new_tokens
     drawn = f"{_count(stage.batch_size, 'prompt')} x {_count(stage.attempts, 'attempt')}"

@@ -20,10 +20,74 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ratchet.config.base import Section
 from ratchet.errors import ConfigError
 
+ESTIMATORS: Mapping[str, str] = {
+    "group_relative": "ratchet.algorithms.config.advantages:GroupRelative",
+    "rloo": "ratchet.algorithms.config.advantages:RLOO",
+    "reinforce_pp": "ratchet.algorithms.config.advantages:ReinforcePP",
+    "remax": "ratchet.algorithms.config.advantages:ReMax",
+    "opo": "ratchet.algorithms.config.advantages:OPO",
+    "gdpo": "ratchet.algorithms.config.advantages:GDPO",
+    "gae": "ratchet.algorithms.config.advantages:GAE",
+    "turn_returns": "ratchet.algorithms.config.advantages:TurnReturns",
+    "gigpo": "ratchet.algorithms.config.advantages:GiGPO",
+    "on_policy_distillation": "ratchet.algorithms.config.advantages:OnPolicyDistillation",
+}
 KINDS: Mapping[str, Mapping[str, str]] = {
     "algorithm": {
-        "sft": "ratchet.algorithms.config:SFTConfig",
-        "grpo": "ratchet.algorithms.config:GRPOConfig",
+        "sft": "ratchet.algorithms.config.supervised:SFTConfig",
+        "policy_gradient": "ratchet.algorithms.config.policy_gradient:PolicyGradientConfig",
+        "grpo": "ratchet.algorithms.config.policy_gradient:GRPOConfig",
+        "dr_grpo": "ratchet.algorithms.config.policy_gradient:DrGRPOConfig",
+        "dapo": "ratchet.algorithms.config.policy_gradient:DAPOConfig",
+        "gspo": "ratchet.algorithms.config.policy_gradient:GSPOConfig",
+        "cispo": "ratchet.algorithms.config.policy_gradient:CISPOConfig",
+        "rloo": "ratchet.algorithms.config.policy_gradient:RLOOConfig",
+        "reinforce_pp": "ratchet.algorithms.config.policy_gradient:ReinforcePPConfig",
+        "remax": "ratchet.algorithms.config.policy_gradient:ReMaxConfig",
+        "opo": "ratchet.algorithms.config.policy_gradient:OPOConfig",
+        "gigpo": "ratchet.algorithms.config.policy_gradient:GiGPOConfig",
+        "gdpo": "ratchet.algorithms.config.policy_gradient:GDPOConfig",
+        "ppo": "ratchet.algorithms.config.policy_gradient:PPOConfig",
+        "vapo": "ratchet.algorithms.config.policy_gradient:VAPOConfig",
+        "topr": "ratchet.algorithms.config.policy_gradient:TOPRConfig",
+        "gmpo": "ratchet.algorithms.config.policy_gradient:GMPOConfig",
+        "sapo": "ratchet.algorithms.config.policy_gradient:SAPOConfig",
+        "kimi": "ratchet.algorithms.config.policy_gradient:KimiConfig",
+        "decoupled_ppo": "ratchet.algorithms.config.policy_gradient:DecoupledPPOConfig",
+        "on_policy_distillation": "ratchet.algorithms.config.policy_gradient:OnPolicyDistillationConfig",
+        "dpo": "ratchet.algorithms.config.preference:DPOConfig",
+        "ipo": "ratchet.algorithms.config.preference:IPOConfig",
+        "simpo": "ratchet.algorithms.config.preference:SimPOConfig",
+        "orpo": "ratchet.algorithms.config.preference:ORPOConfig",
+        "rpo": "ratchet.algorithms.config.preference:RPOConfig",
+        "kto": "ratchet.algorithms.config.preference:KTOConfig",
+        "reward_model": "ratchet.algorithms.config.reward_model:RewardModelConfig",
+        "score_regression": "ratchet.algorithms.config.reward_model:ScoreRegressionConfig",
+        "process_reward": "ratchet.algorithms.config.reward_model:ProcessRewardConfig",
+        "distill_off_policy": "ratchet.algorithms.config.distillation:OffPolicyDistillationConfig",
+        "distill_on_policy": "ratchet.algorithms.config.distillation:DivergenceOnPolicyConfig",
+    },
+    "advantage": {**ESTIMATORS, "mixture": "ratchet.algorithms.config.advantages:Mixture"},
+    "estimator": ESTIMATORS,  # what a mixture is made of
+    "policy_loss": {
+        "ppo": "ratchet.algorithms.config.policy_losses:PPO",
+        "reinforce": "ratchet.algorithms.config.policy_losses:Reinforce",
+        "gspo": "ratchet.algorithms.config.policy_losses:GSPO",
+        "gspo_token": "ratchet.algorithms.config.policy_losses:GSPOToken",
+        "cispo": "ratchet.algorithms.config.policy_losses:CISPO",
+        "topr": "ratchet.algorithms.config.policy_losses:TOPR",
+        "gmpo": "ratchet.algorithms.config.policy_losses:GMPO",
+        "sapo": "ratchet.algorithms.config.policy_losses:SAPO",
+        "kimi": "ratchet.algorithms.config.policy_losses:Kimi",
+    },
+    "shaping": {
+        "overlong_penalty": "ratchet.algorithms.config.shaping:OverlongPenalty",
+        "stop_properly": "ratchet.algorithms.config.shaping:StopProperly",
+        "length_penalty": "ratchet.algorithms.config.shaping:LengthPenalty",
+        "scale": "ratchet.algorithms.config.shaping:ScaleRewards",
+        "clip": "ratchet.algorithms.config.shaping:ClipRewards",
+        "normalise": "ratchet.algorithms.config.shaping:NormaliseRewards",
+        "component_weights": "ratchet.algorithms.config.shaping:ComponentWeights",
     },
     "environment": {
         "arithmetic": "ratchet.environments.config:ArithmeticConfig",
@@ -53,6 +117,7 @@ DEFAULT_KIND: Mapping[str, str] = {"learner": "local", "generator": "engine", "t
 # Keys that a section has by its place, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "rewards": {"weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))},
+    "estimator": {"weight": (float, Field(1.0, description="Factor on this estimator in the sum of all."))},
 }
 
 
@@ -97,6 +162,19 @@ def with_kind(slot: str, section: Section) -> Section:
     kind = getattr(section, "kind", None) or next((k for k, known in KINDS[slot].items() if known == path), path)
     wanted = section_class(slot, kind)
     return section if isinstance(section, wanted) else wanted.model_validate(dict(section))
+
+
+def construct(section: Section, /, *arguments: Any, **named: Any) -> Any:
+    """Calls what the section's `builds` ("module:callable") names, with the section first."""
+    return _imported(section.builds)(section, *arguments, **named)
+
+
+def bind(section: Any) -> Callable[..., Any]:
+    """What `builds` of a section with a `function` names: that function, with the section's keys as keyword arguments."""
+    function = _imported(section.function)
+    return partial(
+        function, **{name: getattr(section, name) for name in inspect.signature(function).parameters if hasattr(section, name)}
+    )
 
 
 def _unknown(slot: str, kind: str) -> str:
@@ -169,17 +247,18 @@ def call_unpacked(section: Unpacked, *context: Any, **named: Any) -> Any:
     return partial(target, **values) if section.binds else target(**values)
 
 
-REWARD_ARGUMENTS = 2  # a plain reward function is called with (trajectory, task)
+# Slots whose dotted path may name a plain function, and how many arguments it is called with; the others are its keys.
+FUNCTION_ARGUMENTS = {"rewards": 2, "advantage": 2, "estimator": 2, "policy_loss": 2, "shaping": 2}
 
 
 def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Section]:
-    binds = slot == "rewards" and inspect.isfunction(target)
+    binds = slot in FUNCTION_ARGUMENTS and inspect.isfunction(target)
     owner = target.__init__ if inspect.isclass(target) else target
     try:
         hints = get_type_hints(owner, include_extras=True)
     except NameError as error:
         raise ConfigError(f"the annotations of '{kind}' can't be read: {error}") from error
-    parameters = list(inspect.signature(target).parameters.values())[REWARD_ARGUMENTS if binds else 0 :]
+    parameters = list(inspect.signature(target).parameters.values())[FUNCTION_ARGUMENTS[slot] if binds else 0 :]
     if len(parameters) == 1 and _is_section(hints.get(parameters[0].name)):
         return _built_by(kind, hints[parameters[0].name])
     fields: dict[str, Any] = {}

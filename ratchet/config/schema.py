@@ -134,7 +134,7 @@ class StageConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """ "rows" or "rollouts"; None where an algorithm of somebody else's doesn't say."""
+        """ "rows", "pairs", "labelled", "steps" or "rollouts"; None where an algorithm of somebody else's doesn't say."""
         return getattr(self.algorithm, "source", None)
 
     @property

@@ -149,10 +149,10 @@ def _sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
     for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         value = getattr(sampling, key)
-        if value != off:
+        if value != off and getattr(stage.algorithm, "correction", None) is None:
             yield _clash(
-                f"sampling.{key}={value:g} cuts tokens from the distribution that algorithm {_kind(stage)} trains on; that "
-                f"needs a rollout correction, which it doesn't have: set sampling.{key}={off:g}",
+                f"sampling.{key}={value:g} cuts tokens from the distribution that algorithm {_kind(stage)} trains on, which "
+                f"needs a rollout correction: set sampling.{key}={off:g}, or algorithm.correction where it has one",
                 f"sampling.{key}",
             )
 
@@ -196,7 +196,7 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     expected = stage.rewards == own_rewards(stage.environment)
     shared = any(other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages)
     evaluated = stage.evaluation.tasks > 0 and stage.yardstick == stage.rewards
-    if stage.source == "rows" and stage.rewards and not (expected or shared or evaluated):
+    if stage.source not in ("rollouts", None) and stage.rewards and not (expected or shared or evaluated):
         yield _clash(
             f"rewards judge attempts, and algorithm {_kind(stage)} makes none: remove rewards, "
             "or set yardstick if they are meant for evaluation",

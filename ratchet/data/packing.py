@@ -42,13 +42,19 @@ def pack(groups: Sequence[Group]) -> Batch:
         tokens_T=tokens(lambda t: t.tokens, np.int64),
         positions_T=tokens(lambda t: np.arange(len(t)), np.int64),
         turn_T=tokens(_turn_index, np.int32),
+        turn_rewards_T=tokens(_turn_rewards, np.float64),
+        state_T=torch.from_numpy(_states(rows)),
         trainable_T=tokens(lambda t: t.trainable & (t.use == "train"), np.bool_),
+        predicted_T=tokens(lambda t: t.trainable & (t.use != "baseline"), np.bool_),
         rollout_logprobs_T=tokens(lambda t: t.rollout_logprobs, np.float32),
+        log_kept_mass_T=tokens(_kept_mass, np.float32),
         versions_T=tokens(lambda t: t.versions, np.int32),
         lengths_S=torch.from_numpy(lengths),
         group_S=sequences(lambda g, t: g, torch.int64),
         attempt_S=sequences(lambda g, t: t.attempt, torch.int64),
         train_S=sequences(lambda g, t: t.use == "train", torch.bool),
+        baseline_S=sequences(lambda g, t: t.use == "baseline", torch.bool),
+        reference_S=sequences(lambda g, t: t.use == "reference", torch.bool),
         scored_S=sequences(lambda g, t: t.reward is not None, torch.bool),
         truncated_S=sequences(lambda g, t: isinstance(t.outcome, Truncated), torch.bool),
         rewards_S=sequences(lambda g, t: float("nan") if t.reward is None else t.reward, torch.float64),
@@ -56,6 +62,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         tag_S=sequences(lambda g, t: tags.index(kept[g][0].task.tag), torch.int64),
         group_ids=tuple(group.id for group, _ in kept),
         tags=tags,
+        sequence_columns=_parts(trajectories),
     )
 
 
@@ -73,6 +80,38 @@ def _turn_index(trajectory: Trajectory) -> np.ndarray:
     for number, turn in enumerate(trajectory.turns):
         index[turn.start : turn.end] = number
     return index
+
+
+def _turn_rewards(trajectory: Trajectory) -> np.ndarray:
+    rewards = np.full(len(trajectory), np.nan)
+    for turn in trajectory.turns:
+        if turn.reward is not None and turn.end > turn.start:
+            rewards[turn.end - 1] = turn.reward
+    return rewards
+
+
+def _states(rows: Sequence[tuple[int, Trajectory]]) -> np.ndarray:
+    """Numbers the (group, state key) pairs of the whole batch in order of appearance."""
+    known: dict[tuple[int, str], int] = {}
+    columns = [np.full(len(trajectory), -1, dtype=np.int64) for _, trajectory in rows]
+    for column, (group, trajectory) in zip(columns, rows, strict=True):
+        for turn in trajectory.turns:
+            if turn.state_key:
+                column[turn.start : turn.end] = known.setdefault((group, turn.state_key), len(known))
+    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
+
+
+def _kept_mass(trajectory: Trajectory) -> np.ndarray:
+    return np.zeros(len(trajectory)) if trajectory.log_kept_mass is None else trajectory.log_kept_mass
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Each named part of the rewards as a column "reward/<name>" [S], NaN where a row has none of it."""
+    names = dict.fromkeys(name for t in trajectories for name in t.reward_parts)
+    return {
+        f"reward/{name}": torch.tensor([t.reward_parts.get(name, float("nan")) for t in trajectories], dtype=torch.float64)
+        for name in names
+    }
 
 
 def plan_microbatches(batch: Batch, *, max_tokens: int, unit: Level = "sequence") -> list[list[int]]:

@@ -134,6 +134,10 @@ class Tokenizer:
         rest = json.dumps([self.special_tokens, self.eos_ids, self.chat_template], sort_keys=True)
         return hashlib.sha256(f"{self._backend.to_str()}\n{rest}".encode()).hexdigest()
 
+    def same_tokens(self, other: Tokenizer) -> bool:
+        """Whether both turn every text into the same ids; templates may differ."""
+        return self._backend.to_str() == other._backend.to_str()
+
     def save(self, directory: str | Path) -> None:
         """Writes the files that `load_tokenizer` and `transformers.AutoTokenizer` read. Several EOS ids go to
         generation_config.json, unless the model's own lies there already."""

@@ -6,12 +6,13 @@ import operator
 import random
 
 from ratchet.environments.config import ArithmeticConfig
+from ratchet.environments.mistakes import OneRightAnswer
 from ratchet.environments.single_turn import Problem, Procedural
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-class Arithmetic(Procedural):
+class Arithmetic(OneRightAnswer, Procedural):
     name = "arithmetic"
 
     def __init__(self, config: ArithmeticConfig) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 from ratchet.environments.config import SortingConfig
+from ratchet.environments.mistakes import OneRightAnswer
 from ratchet.environments.single_turn import Problem, Procedural
 
 
-class Sorting(Procedural):
+class Sorting(OneRightAnswer, Procedural):
     name = "sorting"
 
     def __init__(self, config: SortingConfig) -> None:

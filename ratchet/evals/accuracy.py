@@ -27,7 +27,7 @@ class Accuracy:
     failed: int
 
     def numbers(self) -> dict[str, float]:
-        named = {"greedy": self.greedy, "truncated_share": self.truncated_share, "failed": float(self.failed)}
+        named = {"accuracy": self.greedy, "truncated_share": self.truncated_share, "failed": float(self.failed)}
         return named | ({} if self.sampled is None else {"sampled": self.sampled})
 
 
@@ -36,6 +36,7 @@ class Evaluator:
 
     def __init__(self, manager: RolloutManager, tasks: Sequence[Task], sampling: Sampling, *, samples: int = 0) -> None:
         self.manager, self.tasks, self.sampling, self.samples = manager, tasks, sampling, samples
+        self.managers = (manager,)
 
     async def run(self) -> Accuracy:
         jobs = [(f"eval/{task.id}", task) for task in self.tasks]

@@ -67,12 +67,14 @@ class TokenRecord:
         owner = np.empty(self.length, np.int8)
         logprobs = np.zeros(self.length, np.float32)
         versions = np.full(self.length, -1, np.int32)
+        kept_mass = np.zeros(self.length, np.float32)
         start = 0
         for who, tokens, completion in self.pieces:
             piece = slice(start, start + len(tokens))
             owner[piece] = who
             if completion is not None:
                 logprobs[piece], versions[piece] = completion.logprobs, completion.versions
+                kept_mass[piece] = completion.log_kept_mass
             start = piece.stop
         return Trajectory(
             tokens=self.tokens(),
@@ -80,6 +82,7 @@ class TokenRecord:
             trainable=owner == Owner.POLICY,
             rollout_logprobs=logprobs,
             versions=versions,
+            log_kept_mass=kept_mass,
             **fields,
         )
 

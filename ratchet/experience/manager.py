@@ -26,17 +26,24 @@ class RolloutManager:
         self.player, self.new_environment, self.reward = player, new_environment, reward
         self._idle: list[Environment] = []
 
-    async def group(self, task: Task, sampling: Sampling, *, group_id: str, attempts: int) -> Group:
-        """`attempts` tries at one task. Attempt i is drawn with a seed made from (sampling.seed, group_id, i)."""
+    async def group(self, task: Task, sampling: Sampling, *, group_id: str, attempts: int, greedy: bool = False) -> Group:
+        """`attempts` tries at one task. Attempt i is drawn with a seed made from (sampling.seed, group_id, i). With `greedy`
+        there is one more at temperature 0, the group's baseline."""
         memo = PromptMemo()
-        played = await asyncio.gather(*(self._attempt(task, sampling, group_id, i, memo) for i in range(attempts)))
+        tries = [self._attempt(task, sampling, group_id, i, memo) for i in range(attempts)]
+        if greedy:
+            tries.append(self._attempt(task, replace(sampling, temperature=0.0), group_id, attempts, memo))
+        played = list(await asyncio.gather(*tries))
+        if greedy:
+            played[-1] = replace(played[-1], use="baseline")
         return Group(group_id, task, tuple(await self._judge(task, played)))
 
-    async def groups(self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, *, attempts: int) -> list[Group]:
+    async def groups(
+        self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, *, attempts: int, greedy: bool = False
+    ) -> list[Group]:
         """One group per (id, task), all concurrently, in the order given."""
-        return list(
-            await asyncio.gather(*(self.group(task, sampling, group_id=name, attempts=attempts) for name, task in jobs))
-        )
+        made = (self.group(task, sampling, group_id=name, attempts=attempts, greedy=greedy) for name, task in jobs)
+        return list(await asyncio.gather(*made))
 
     async def close(self) -> None:
         idle, self._idle = self._idle, []

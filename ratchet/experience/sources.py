@@ -1,4 +1,5 @@
-"""Where groups come from: rows of given text, or rollouts of the policy. Both are positions in a stream of tasks.
+"""Where groups come from: every source is a sequence of positions in a stream of tasks. Here rollouts of the policy; given
+text is in `ratchet.experience.given`.
 
 A position that was drawn stays pending until it is acknowledged; a snapshot lists the pending ones, so a resumed run draws
 them again, with the same ids and the same seeds.
@@ -9,13 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from ratchet.data.renderer import Renderer
-from ratchet.errors import DataError
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.tasks import TaskStream
-from ratchet.types import Group, Sampling, Task, Trajectory
+from ratchet.types import Group, Sampling, Task
 
 
 class StreamSource(ABC):
@@ -60,36 +59,23 @@ class StreamSource(ABC):
         self.stream.seek(state["position"])
 
 
-class Rows(StreamSource):
-    """Supervised rows: each task with the messages that solve it. Raises DataError for one longer than the context."""
-
-    def __init__(
-        self, stream: TaskStream, name: str, renderer: Renderer, *, train: Literal["all", "last"], max_context: int
-    ) -> None:
-        super().__init__(stream, name)
-        self.renderer, self.max_context = renderer, max_context
-        self.train: Literal["all", "last"] = train
-
-    async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(name, task, (self._row(task),)) for name, task in jobs]
-
-    def _row(self, task: Task) -> Trajectory:
-        messages = (*task.messages, *self.stream.environment.demonstration(task))
-        tokens, trainable = self.renderer.supervised(messages, train=self.train)
-        if len(tokens) > self.max_context:
-            raise DataError(f"task {task.id}: {len(tokens)} tokens, but the model holds {self.max_context}: shorten or drop it")
-        return Trajectory.supervised(tokens, trainable, messages=messages)
-
-
 class Rollouts(StreamSource):
-    """Attempts of the policy: `group_size` a task."""
+    """Attempts of the policy: `group_size` a task, and a greedy one beside them with `greedy_baseline`."""
 
     def __init__(
-        self, stream: TaskStream, name: str, manager: RolloutManager, *, sampling: Sampling, seed: int, group_size: int
+        self,
+        stream: TaskStream,
+        name: str,
+        manager: RolloutManager,
+        *,
+        sampling: Sampling,
+        seed: int,
+        group_size: int,
+        greedy_baseline: bool = False,
     ) -> None:
         super().__init__(stream, name)
-        self.manager, self.group_size = manager, group_size
+        self.manager, self.group_size, self.greedy_baseline = manager, group_size, greedy_baseline
         self.sampling = replace(sampling, seed=seed)
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return await self.manager.groups(jobs, self.sampling, attempts=self.group_size)
+        return await self.manager.groups(jobs, self.sampling, attempts=self.group_size, greedy=self.greedy_baseline)

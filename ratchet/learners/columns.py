@@ -1,11 +1,13 @@
 """From hidden states to the columns that losses read, in float32 and in chunks, so that [T, V] never exists whole.
 
-T = tokens of a micro-batch, n = those that train (only their predictions need logits), d = hidden size, V = vocabulary.
+T = tokens of a micro-batch, n = those whose prediction is asked for (only they need logits), d = hidden size, V = vocabulary,
+K = columns of likeliest tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,54 +19,80 @@ from ratchet.batch import Batch
 Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
 
 
-def predicted_tokens(batch: Batch) -> Tensor:
-    """Flat indices t of the trainable tokens, int64 [n]; the hidden state that predicts token t is at t - 1."""
-    return batch.trainable_T.nonzero()[:, 0]
+@dataclass(frozen=True)
+class Wanted:
+    """What to compute of each prediction: beside the token's own log-probability its entropy, the log-probabilities of given
+    tokens (ids [n, K]), or those of the top_k likeliest ones (0: of all)."""
+
+    entropy: bool = False
+    of_ids: bool = False
+    top: bool = False
+    top_k: int = 0
+
+    @classmethod
+    def among(cls, names: Collection[str], *, given_ids: bool = False, top_k: int = 0) -> Wanted:
+        top = "topk_logprobs" in names or "topk_ids" in names
+        return cls("entropy" in names, of_ids=top and given_ids, top=top and not given_ids, top_k=top_k)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        named = ("logprobs", *(("entropy",) if self.entropy else ()))
+        return (*named, *(("topk_logprobs",) if self.of_ids else ()), *(("topk_logprobs", "topk_ids") if self.top else ()))
 
 
 def token_columns(
-    logits: Logits, hidden_Td: Tensor, batch: Batch, wanted: Collection[str], *, chunk_rows: int
+    logits: Logits, hidden_Td: Tensor, batch: Batch, mask_T: Tensor, wanted: Wanted, *, chunk_rows: int
 ) -> dict[str, Tensor]:
-    """ "logprobs" and "entropy" [T] as wanted, 0 where a token does not train, under each row's temperature.
+    """ "logprobs" [T], and "entropy" [T], "topk_logprobs" and "topk_ids" [T, K] as wanted, at the tokens of the mask under each
+    row's temperature; 0 elsewhere.
 
     A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded it.
     """
-    index_n = predicted_tokens(batch)
+    index_n = mask_T.nonzero()[:, 0]
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
     temperature_n = temperature_S[batch.sequence_T[index_n]]
-    hidden_nd = hidden_Td[index_n - 1]
+    hidden_nd = hidden_Td[index_n - 1]  # what predicts token t is one place earlier
     targets_n = batch.tokens_T[index_n]
-    wants_entropy = "entropy" in wanted
+    ids_nK = batch.need("teacher_ids")[index_n] if wanted.of_ids else targets_n[:, None]
     parts: list[tuple[Tensor, ...]] = []
-    bounds = range(0, len(index_n), chunk_rows)
+    bounds = range(0, max(1, len(index_n)), chunk_rows)
     for start in bounds:
         rows = slice(start, start + chunk_rows)
-        arguments = (logits, hidden_nd[rows], targets_n[rows], temperature_n[rows], wants_entropy)
+        arguments = (logits, hidden_nd[rows], targets_n[rows], ids_nK[rows], temperature_n[rows], wanted)
         if len(bounds) > 1 and torch.is_grad_enabled():
             parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))  # logits are recomputed in the backward
         else:
             parts.append(_chunk(*arguments))
-    names = ("logprobs", "entropy") if wants_entropy else ("logprobs",)
     columns: dict[str, Tensor] = {}
-    for position, name in enumerate(names):
-        values_n = torch.cat([part[position] for part in parts]) if parts else hidden_nd.new_zeros(0)
-        columns[name] = values_n.new_zeros(batch.n_tokens).index_put((index_n,), values_n)
+    for position, name in enumerate(wanted.names):
+        values_n = torch.cat([part[position] for part in parts])
+        columns[name] = values_n.new_zeros(batch.n_tokens, *values_n.shape[1:]).index_put((index_n,), values_n)
     return columns
 
 
-def _chunk(logits: Logits, hidden_nd: Tensor, targets_n: Tensor, temperature_n: Tensor, entropy: bool) -> tuple[Tensor, ...]:
+def _chunk(
+    logits: Logits, hidden_nd: Tensor, targets_n: Tensor, ids_nK: Tensor, temperature_n: Tensor, wanted: Wanted
+) -> tuple[Tensor, ...]:
     scaled_nV = logits(hidden_nd) / temperature_n[:, None]
-    logprobs_n = -F.cross_entropy(scaled_nV, targets_n, reduction="none")
-    if not entropy:
-        return (logprobs_n,)
+    columns = [-F.cross_entropy(scaled_nV, targets_n, reduction="none")]
+    if not (wanted.entropy or wanted.of_ids or wanted.top):
+        return tuple(columns)
     all_nV = scaled_nV.log_softmax(-1)
-    return logprobs_n, -(all_nV.exp() * all_nV).sum(-1)
+    if wanted.entropy:
+        columns.append(-(all_nV.exp() * all_nV).sum(-1))
+    if wanted.of_ids:
+        columns.append(all_nV.gather(1, ids_nK))
+    if wanted.top and wanted.top_k:
+        columns += all_nV.topk(min(wanted.top_k, all_nV.shape[1]), dim=-1)
+    elif wanted.top:
+        columns += [all_nV, torch.arange(all_nV.shape[1], device=all_nV.device).expand(all_nV.shape)]
+    return tuple(columns)
 
 
-def state_values(scalars_T: Tensor, batch: Batch) -> Tensor:
-    """Value of the state in which each trainable token is chosen: the scalar head one token earlier; 0 elsewhere. [T]"""
-    index_n = predicted_tokens(batch)
-    return scalars_T.new_zeros(batch.n_tokens).index_put((index_n,), scalars_T[index_n - 1])
+def state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Value of the state in which each token of the mask is chosen: the scalar head one token earlier; 0 elsewhere. [T]"""
+    index_n = mask_T.nonzero()[:, 0]
+    return torch.zeros_like(scalars_T).index_put((index_n,), scalars_T[index_n - 1])
 
 
 def sequence_scores(scalars_T: Tensor, batch: Batch) -> Tensor:

@@ -19,12 +19,13 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import plan_microbatches
 from ratchet.errors import TrainingError
 from ratchet.interfaces import LossTerm, Outputs, Shard
-from ratchet.learners.columns import sequence_scores, state_values, token_columns
+from ratchet.learners.columns import Wanted, sequence_scores, state_values, token_columns
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.schedule import lr_factor
 from ratchet.models.policy import PolicyModel
 
-TOKEN_COLUMNS = ("logprobs", "entropy", "values")
+PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
+SCALARS = frozenset({"values", "scores", "token_scores"})
 MAX_MICRO_BATCH_TOKENS = 1024  # "auto" on a CPU: larger ones fall out of its cache and are slower
 MAX_MICRO_BATCH_TOKENS_GPU = 16384
 
@@ -68,19 +69,20 @@ class LocalLearner:
 
     # --- scoring
 
-    async def score(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
-        columns = {
-            name: torch.zeros(batch.n_tokens if name in TOKEN_COLUMNS else batch.n_sequences, dtype=self.dtype)
-            for name in wanted
-        }
+    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+        columns: dict[str, Tensor] = {}
         starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
         with torch.no_grad():
             for rows in self._plan(batch):
-                out = self._outputs(batch.take(rows).to(self.device, self.dtype), frozenset(wanted))
+                micro = batch.take(rows).to(self.device, self.dtype)
+                found = self._columns(micro, micro.predicted_T, wanted, Wanted.among(wanted, top_k=top_k))
                 tokens = torch.cat([torch.arange(starts[row], starts[row] + lengths[row]) for row in rows])
-                for name, column in columns.items():
-                    column[tokens if name in TOKEN_COLUMNS else rows] = out.need(name).to("cpu", column.dtype)
-        return columns
+                for name in wanted:
+                    part = found[name].to("cpu")
+                    size = batch.n_sequences if name == "scores" else batch.n_tokens
+                    column = columns.setdefault(name, part.new_zeros(size, *part.shape[1:]))
+                    column[rows if name == "scores" else tokens] = part
+        return columns or {name: torch.zeros(0, dtype=self.dtype) for name in wanted}
 
     # --- updating
 
@@ -152,20 +154,25 @@ class LocalLearner:
         return plan_microbatches(batch, max_tokens=int(limit), unit=self.unit)
 
     def _outputs(self, micro: Batch, needs: Collection[str]) -> Outputs:
-        with self._precision():
-            hidden_Td = self.model.hidden(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
-        columns: dict[str, Tensor] = {}
-        if not {"logprobs", "old_logprobs", "entropy"}.isdisjoint(needs):
-            rows = rows_per_chunk(self.config.logprob_chunk_mib, self.model.vocab_size, self.dtype)
-            columns |= token_columns(self.model.logits, hidden_Td, micro, needs, chunk_rows=rows)
+        columns = self._columns(micro, micro.trainable_T, needs, Wanted.among(needs, given_ids=True))
         if "old_logprobs" in needs:
             own = micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
             columns["old_logprobs"] = own.detach()
-        if not {"values", "scores"}.isdisjoint(needs):
+        return Outputs(sequence_sum=micro.sequence_sum, **columns)
+
+    def _columns(self, micro: Batch, mask_T: Tensor, needs: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
+        with self._precision():
+            hidden_Td = self.model.hidden(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
+        columns: dict[str, Tensor] = {}
+        if not PREDICTIONS.isdisjoint(needs):
+            rows = rows_per_chunk(self.config.logprob_chunk_mib, self.model.vocab_size, self.dtype)
+            columns |= token_columns(self.model.logits, hidden_Td, micro, mask_T, wanted, chunk_rows=rows)
+        if not SCALARS.isdisjoint(needs):
             assert self.head is not None, "this role has no scalar head"
             scalars_T = self.head(hidden_Td.to(self.dtype))
-            columns |= {"values": state_values(scalars_T, micro), "scores": sequence_scores(scalars_T, micro)}
-        return Outputs(sequence_sum=micro.sequence_sum, **columns)
+            columns |= {"values": state_values(scalars_T, mask_T), "scores": sequence_scores(scalars_T, micro)}
+            columns["token_scores"] = scalars_T
+        return columns
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
@@ -197,7 +204,7 @@ def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
     """The sequences that weigh anything in any term: the others add nothing to losses, gradients or metrics."""
     counts_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
     for term in terms:
-        level, values, _ = batch.weights[term.name]
+        level, values, *_ = batch.weights[term.name]
         active = values != 0
         if level == "token":
             active = batch.sequence_sum(active.double()) > 0

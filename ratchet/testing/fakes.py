@@ -71,7 +71,7 @@ class FakeLearner:
         old_T = batch.need("old_logprobs") if batch.has("old_logprobs") else logprobs_T.detach()
         return Outputs(batch.sequence_sum, logprobs=logprobs_T, old_logprobs=old_T)
 
-    async def score(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
+    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
         with torch.no_grad():
             return {name: self._outputs(batch).need(name) for name in wanted}
 

@@ -168,7 +168,7 @@ class Session:
                 await saver.save(run.done)
             return
         steps, silent = run.done - run.origin, run.progress.silent_steps
-        if silent > steps / 2:
+        if silent > steps / 2 and run.algorithm.source == "rollouts" and "equal_rewards" not in run.algorithm.exempt:
             log.warning(
                 "stage %s: in %d of %d steps all attempts at each prompt earned the same, which teaches nothing: "
                 "train longer before it, raise sampling.temperature, or make tasks of mixed difficulty",
@@ -184,7 +184,7 @@ class Session:
             run.progress.accuracy_before = self.summaries[-1].accuracy_after
             return
         numbers = await run.evaluate()
-        run.progress.accuracy_before = numbers.get("greedy")
+        run.progress.accuracy_before = numbers.get("accuracy")
         flushed = run.metrics.flush(run.first_step)
         if index == 0:  # the curve begins here; later stages begin at a step that has its line
             self.sinks.write(0, flushed)

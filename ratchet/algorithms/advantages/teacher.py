@@ -1,0 +1,27 @@
+"""A teacher's opinion of the sampled tokens as their advantage. T = tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from ratchet.algorithms.advantages.common import sum_by
+from ratchet.algorithms.base import AlgoState
+from ratchet.batch import Batch
+
+
+def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
+    """A_t = log teacher(t) - log policy(t) on every trainable token: the policy gradient of it is that of the reverse KL
+    from policy to teacher at each state visited, later states aside (https://thinkingmachines.ai/blog/on-policy-distillation).
+    It needs no reward: rows that nobody scored train too.
+
+    With a column `teacher_spans`, of a teacher whose tokens are others, a span of text is one action: all of its tokens get
+    the span's log teacher - log policy. What no span covers gets 0.
+    """
+    gap_T = batch.need("teacher_logprobs").double() - batch.need("old_logprobs").double()
+    gap_T = torch.where(batch.trainable_T, gap_T, 0.0)
+    if batch.has("teacher_spans"):
+        span_T = batch.need("teacher_spans")
+        inside_T = span_T >= 0
+        total = sum_by(span_T[inside_T], gap_T[inside_T], int(span_T.max()) + 1 if len(span_T) else 0)
+        gap_T = torch.where(inside_T & batch.trainable_T, total[span_T.clamp(min=0)], 0.0)
+    return batch.fill_tokens(advantages=gap_T)

@@ -1,0 +1,185 @@
+"""Estimators that look along a row: its steps are its trainable tokens in order; what an environment wrote between them is
+skipped.
+
+T = tokens, S = sequences, N = steps (trainable tokens), L = most steps of a row, U = policy turns with at least one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ratchet.algorithms.advantages.common import attempts_of, mean_by, normalised_by, sum_by
+from ratchet.algorithms.advantages.group import Scale
+from ratchet.algorithms.base import AlgoState
+from ratchet.batch import Batch
+
+
+def step_rewards(batch: Batch) -> Tensor:
+    """Reward of every step, float64 [T], 0 elsewhere: token rewards, a turn's own reward at its end, and at the row's last
+    step whatever is left of the row's reward, so that they sum to it. A row without a reward has none."""
+    mask_T, sequence_T = batch.trainable_T, batch.sequence_T
+    turn_T = torch.where(mask_T, batch.turn_rewards_T.nan_to_num(0.0), 0.0)
+    rest_S = torch.where(batch.scored_S, batch.rewards_S.nan_to_num(0.0) - batch.sequence_sum(turn_T), 0.0)
+    step_T = mask_T.nonzero()[:, 0]
+    last_S = torch.full((batch.n_sequences,), -1).scatter_reduce(0, sequence_T[step_T], step_T, "amax")
+    has_S = last_S >= 0
+    rewards_T = torch.where(batch.scored_S[sequence_T], turn_T, 0.0)
+    rewards_T[last_S[has_S]] += rest_S[has_S]
+    if batch.has("token_rewards"):
+        rewards_T = rewards_T + torch.where(mask_T, batch.need("token_rewards"), 0.0)
+    return rewards_T
+
+
+def gae(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    value_lam: float | None = None,
+    length_alpha: float | None = None,
+) -> Batch:
+    """delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam A_{k+1} over the steps k of a row. GAE (arXiv:1506.02438)
+    eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) + V, what the critic is trained towards.
+
+    After the last step V is `bootstrap_values` where the row was truncated, as the episode would have gone on, and 0 where it
+    ended. VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the policy's, and
+    `length_alpha` = a sets the policy's to 1 - 1 / (a l) for a row of l steps (at least 0). A row that was not scored gets
+    advantage 0 and its own values as returns.
+    """
+    rows = _Rows.of(batch)
+    values_SL = rows.pad(batch.need("values").double())
+    end_S = torch.where(batch.truncated_S, batch.need("bootstrap_values").double(), 0.0)
+    deltas_SL = rows.pad(step_rewards(batch)) + gamma * rows.shift(values_SL, end_S) - values_SL
+    lam_S = torch.full((batch.n_sequences,), lam, dtype=torch.float64)
+    if length_alpha is not None:
+        lam_S = (1 - 1 / (length_alpha * rows.count_S.clamp(min=1))).clamp(min=0)
+    counted_T = batch.trainable_T & (batch.train_S & batch.scored_S)[batch.sequence_T]
+    advantages_T = rows.unpad(_discounted_sums(deltas_SL, gamma * lam_S))
+    value_lam_S = torch.full_like(lam_S, lam if value_lam is None else value_lam)
+    values_T = batch.need("values").double()
+    returns_T = values_T + torch.where(counted_T, rows.unpad(_discounted_sums(deltas_SL, gamma * value_lam_S)), 0.0)
+    return batch.fill_tokens(advantages=torch.where(counted_T, advantages_T, 0.0), returns=returns_T)
+
+
+def _discounted_sums(x_SL: Tensor, factor_S: Tensor) -> Tensor:
+    """y_k = x_k + factor y_{k+1} along each row."""
+    sums_SL = torch.zeros_like(x_SL)
+    following_S = torch.zeros_like(factor_S)
+    for k in range(x_SL.shape[1] - 1, -1, -1):
+        following_S = x_SL[:, k] + factor_S * following_S
+        sums_SL[:, k] = following_S
+    return sums_SL
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Steps of ragged rows as a padded matrix and back: padding is 0 and comes last, so it adds nothing to earlier steps."""
+
+    step_N: Tensor  # flat token index of every step
+    row_N: Tensor
+    place_N: Tensor  # of the step within its row
+    count_S: Tensor
+    n_tokens: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Rows:
+        step_N = batch.trainable_T.nonzero()[:, 0]
+        row_N = batch.sequence_T[step_N]
+        count_S = torch.bincount(row_N, minlength=batch.n_sequences)
+        place_N = torch.arange(len(step_N)) - (count_S.cumsum(0) - count_S)[row_N]
+        return cls(step_N, row_N, place_N, count_S, batch.n_tokens)
+
+    def pad(self, x_T: Tensor) -> Tensor:
+        width = int(self.count_S.max()) if len(self.count_S) else 0
+        x_SL = x_T.new_zeros(len(self.count_S), width)
+        x_SL[self.row_N, self.place_N] = x_T[self.step_N]
+        return x_SL
+
+    def unpad(self, x_SL: Tensor) -> Tensor:
+        x_T = x_SL.new_zeros(self.n_tokens)
+        x_T[self.step_N] = x_SL[self.row_N, self.place_N]
+        return x_T
+
+    def shift(self, x_SL: Tensor, end_S: Tensor) -> Tensor:
+        """x of the next step; after a row's last one, `end_S`."""
+        next_SL = torch.zeros_like(x_SL)
+        next_SL[:, :-1] = x_SL[:, 1:]
+        has_S = self.count_S > 0
+        next_SL[has_S, self.count_S[has_S] - 1] = end_S[has_S]
+        return next_SL
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Policy turns with at least one step. step_N: flat token index of every step that lies in one; turn_N: its turn;
+    row_U, returns_U: the discounted sum of step rewards from the turn on; state_U."""
+
+    step_N: Tensor
+    turn_N: Tensor
+    row_U: Tensor
+    state_U: Tensor
+    returns_U: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, *, gamma: float) -> _Turns:
+        counted_S = batch.train_S & batch.scored_S
+        inside_T = batch.trainable_T & (batch.turn_T >= 0) & counted_S[batch.sequence_T]
+        step_N = inside_T.nonzero()[:, 0]
+        keys_N = torch.stack([batch.sequence_T[step_N], batch.turn_T[step_N].long()], dim=1)
+        keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)  # sorted: by row, then by turn
+        rewards_U = sum_by(turn_N, step_rewards(batch)[step_N], len(keys_U))
+        state_U = torch.full((len(keys_U),), -1).scatter(0, turn_N, batch.state_T[step_N])
+        returns_U = torch.zeros_like(rewards_U)
+        rows = keys_U[:, 0].tolist()
+        following = 0.0
+        for u in range(len(rows) - 1, -1, -1):  # one discount a turn, however many turns of the row have no step
+            last = u + 1 == len(rows) or rows[u + 1] != rows[u]
+            following = float(rewards_U[u]) + (0.0 if last else gamma * following)
+            returns_U[u] = following
+        return cls(step_N, turn_N, keys_U[:, 0], state_U, returns_U)
+
+    def spread(self, batch: Batch, x_U: Tensor) -> Batch:
+        advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
+        advantages_T[self.step_N] = x_U[self.turn_N]
+        return batch.fill_tokens(advantages=advantages_T)
+
+
+def turn_returns(batch: Batch, state: AlgoState, *, gamma: float = 1.0, baseline: Literal["none", "group"] = "none") -> Batch:
+    """A = G_j = r_j + gamma G_{j+1} for every step of turn j, r_j the sum of the turn's step rewards: one discount a turn, not
+    a token. `baseline="group"` takes off the mean G of all turns of the group. REINFORCE over turns: Sutton and Barto, 2nd
+    edition, section 13.3."""
+    turns = _Turns.of(batch, gamma=gamma)
+    advantages_U = turns.returns_U
+    if baseline == "group":
+        groups = (batch.group_S[turns.row_U], batch.n_groups)
+        advantages_U = advantages_U - mean_by(groups, advantages_U)[groups[0]]
+    return turns.spread(batch, advantages_U)
+
+
+def gigpo(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    scale: Scale = "std",
+    epsilon: float = 1e-6,
+) -> Batch:
+    """A = A_episode + step_weight A_step. GiGPO (arXiv:2505.10978) eq. 3 to 9: A_episode as in `group_relative`; A_step
+    normalises the discounted return of a turn over all turns of the group that began in the same state (`Turn.state_key`).
+    A state met once, and a turn without a key, have A_step = 0."""
+    attempts = attempts_of(batch)
+    episode_S = attempts.to_rows(normalised_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon))
+    turns = _Turns.of(batch, gamma=gamma)
+    step_U = torch.zeros_like(turns.returns_U)
+    keyed_U = turns.state_U >= 0
+    states = (turns.state_U[keyed_U], int(batch.state_T.max()) + 1 if batch.n_tokens else 0)
+    step_U[keyed_U] = normalised_by(states, turns.returns_U[keyed_U], scale=scale, epsilon=epsilon)
+    advantages_T = turns.spread(batch, step_weight * step_U).need("advantages")
+    episode_T = torch.where(batch.trainable_T, episode_S[batch.sequence_T], 0.0)
+    return batch.fill_tokens(advantages=advantages_T + episode_T)

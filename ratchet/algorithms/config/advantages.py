@@ -1,0 +1,156 @@
+"""Sections of the advantage estimators: `algorithm.advantage`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ratchet.algorithms.config.base import Chosen, Part
+from ratchet.config.kinds import Slot
+
+GROUP = "ratchet.algorithms.advantages.group"
+TEMPORAL = "ratchet.algorithms.advantages.temporal"
+
+Scale = Literal["std", "none"]
+ScaleField = Annotated[Scale, Field(description="Divide by the standard deviation (ddof 1) or not.")]
+Epsilon = Annotated[float, Field(gt=0, description="Added to the standard deviation.")]
+
+WHOLE_BATCH = "normalised over the whole batch: the reward of one row moves the advantages of all"
+NO_BASELINE = "no baseline of the group's own: equal rewards are a signal where others earned another"
+
+
+class GroupRelative(Part):
+    """Reward against the mean of the group (GRPO)."""
+
+    function: ClassVar[str] = f"{GROUP}:group_relative"
+    reads: ClassVar[frozenset[str]] = frozenset({"group"})
+
+    kind: Literal["group_relative"] = "group_relative"
+    scale: ScaleField = "std"
+    epsilon: Epsilon = 1e-6
+
+
+class RLOO(Part):
+    """Reward against the mean of the group's other attempts."""
+
+    function: ClassVar[str] = f"{GROUP}:rloo"
+    reads: ClassVar[frozenset[str]] = frozenset({"group"})
+
+    kind: Literal["rloo"] = "rloo"
+    scale: ScaleField = "none"
+    epsilon: Epsilon = 1e-6
+
+
+class OPO(Part):
+    """Reward against the group's length-weighted mean."""
+
+    function: ClassVar[str] = f"{GROUP}:opo"
+    reads: ClassVar[frozenset[str]] = frozenset({"group"})
+
+    kind: Literal["opo"] = "opo"
+
+
+class ReMax(Part):
+    """Reward against that of the group's greedy attempt."""
+
+    function: ClassVar[str] = f"{GROUP}:remax"
+    reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
+    exempt: ClassVar[Mapping[str, str]] = {
+        "equal_rewards": "the baseline is the greedy attempt's reward, which may differ from that of all sampled ones",
+        "lone_attempt": "the greedy attempt is the baseline: one sampled attempt is enough",
+    }
+
+    kind: Literal["remax"] = "remax"
+
+
+class ReinforcePP(Part):
+    """Reward-to-go, whitened over all tokens of the batch (REINFORCE++)."""
+
+    function: ClassVar[str] = f"{GROUP}:reinforce_pp"
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": WHOLE_BATCH, "lone_attempt": WHOLE_BATCH}
+
+    kind: Literal["reinforce_pp"] = "reinforce_pp"
+    baseline: Literal["none", "group"] = Field(default="none", description="Take the group's mean reward off first.")
+    epsilon: Epsilon = 1e-8
+
+
+class GDPO(Part):
+    """Each part of the reward normalised within its group by itself, their sum over the batch."""
+
+    function: ClassVar[str] = f"{GROUP}:gdpo"
+    reads: ClassVar[frozenset[str]] = frozenset({"group", "parts"})
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": WHOLE_BATCH, "lone_attempt": WHOLE_BATCH}
+
+    kind: Literal["gdpo"] = "gdpo"
+    weights: dict[str, float] | None = Field(default=None, description="By name of the reward's part; null: 1 for every part.")
+    epsilon: Epsilon = 1e-6
+
+
+class GAE(Part):
+    """Generalised advantage estimation with a critic."""
+
+    function: ClassVar[str] = f"{TEMPORAL}:gae"
+    reads: ClassVar[frozenset[str]] = frozenset({"values"})
+    exempt: ClassVar[Mapping[str, str]] = {
+        "equal_rewards": "the baseline is the critic's value, not the group",
+        "lone_attempt": "the baseline is the critic's value, not the group",
+    }
+
+    kind: Literal["gae"] = "gae"
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount a token.")
+    lam: float = Field(default=0.95, ge=0, le=1, description="Between one-step (0) and whole-episode (1) estimates.")
+    value_lam: float | None = Field(default=None, ge=0, le=1, description="The same for the critic's targets; null: lam.")
+    length_alpha: float | None = Field(
+        default=None, gt=0, description="lam = 1 - 1 / (length_alpha * length) instead, for each answer (VAPO)."
+    )
+
+
+class TurnReturns(Part):
+    """Discounted return from each turn on."""
+
+    function: ClassVar[str] = f"{TEMPORAL}:turn_returns"
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": NO_BASELINE, "lone_attempt": NO_BASELINE}
+
+    kind: Literal["turn_returns"] = "turn_returns"
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount a turn.")
+    baseline: Literal["none", "group"] = Field(default="none", description="Take off the mean return of the group's turns.")
+
+
+class GiGPO(Part):
+    """Group-relative over whole episodes, and over turns that began in the same state."""
+
+    function: ClassVar[str] = f"{TEMPORAL}:gigpo"
+    reads: ClassVar[frozenset[str]] = frozenset({"group"})
+
+    kind: Literal["gigpo"] = "gigpo"
+    gamma: float = Field(default=0.95, gt=0, le=1, description="Discount a turn.")
+    step_weight: float = Field(default=1.0, ge=0, description="Of the turns' part beside the episodes'.")
+    scale: ScaleField = "std"
+    epsilon: Epsilon = 1e-6
+
+
+class OnPolicyDistillation(Part):
+    """The teacher's log-probability of each sampled token against the policy's."""
+
+    function: ClassVar[str] = "ratchet.algorithms.advantages.teacher:on_policy_distillation"
+    reads: ClassVar[frozenset[str]] = frozenset({"teacher_logprobs", "old_logprobs"})
+    exempt: ClassVar[Mapping[str, str]] = {
+        "equal_rewards": "the signal is the teacher's, not the reward's",
+        "lone_attempt": "the signal is the teacher's, not the group's",
+    }
+
+    kind: Literal["on_policy_distillation"] = "on_policy_distillation"
+
+
+class Mixture(Part):
+    """A weighted sum of several estimators."""
+
+    builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build_mixture"
+    function: ClassVar[str] = "ratchet.algorithms.advantages.compose:mixture"
+
+    kind: Literal["mixture"] = "mixture"
+    parts: Annotated[tuple[Chosen, ...], Slot("estimator", many=True)] = Field(
+        min_length=1, description="Estimators, each with its weight."
+    )

@@ -1,0 +1,64 @@
+"""Distillation by divergence: over the vocabulary, or over the teacher's likeliest tokens."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ratchet.algorithms.config.base import AlgorithmConfig, Source, Teacher
+
+MIXED = ("js", "skewed_forward", "skewed_reverse", "mixed")
+
+
+class DistillationConfig(AlgorithmConfig):
+    """What both kinds share."""
+
+    builds: ClassVar[str] = "ratchet.algorithms.distill:build"
+
+    teacher: Teacher = Field(description="Directory of the teacher's model, or one by task tag.")
+    objective: Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"] = Field(
+        default="forward", description="KL(teacher || student), KL(student || teacher), or what lies between."
+    )
+    mix: float | None = Field(
+        default=None, gt=0, lt=1, description="Share of the teacher in js and skewed ones, of forward in mixed; null: 0.5."
+    )
+    top_k: int | None = Field(
+        default=None, ge=1, description="Teacher's likeliest tokens compared; null: the whole vocabulary."
+    )
+
+    @property
+    def tau(self) -> float:
+        """Softmax temperature of given text."""
+        return 1.0
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> DistillationConfig:
+        if self.mix is not None and self.objective not in MIXED:
+            raise ValueError(
+                f"mix is not read with objective={self.objective}: set objective to {', '.join(MIXED)}, or remove mix"
+            )
+        return self
+
+
+class OffPolicyDistillationConfig(DistillationConfig):
+    """On given text: the environment's demonstrations."""
+
+    source: ClassVar[Source] = "rows"
+
+    temperature: float = Field(default=1.0, gt=0, description="Both softmaxes are taken at this temperature.")
+
+    @property
+    def tau(self) -> float:
+        return self.temperature
+
+
+class DivergenceOnPolicyConfig(DistillationConfig):
+    """On the student's own attempts (GKD, arXiv:2306.13649), both softmaxes at the sampling temperature."""
+
+    source: ClassVar[Source] = "rollouts"
+
+    objective: Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"] = Field(
+        default="reverse", description="KL(teacher || student), KL(student || teacher), or what lies between."
+    )
+    group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")

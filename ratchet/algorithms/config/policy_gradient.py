@@ -1,0 +1,305 @@
+"""Policy-gradient algorithms: one section, and the named ones as other defaults of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ratchet.algorithms.config.advantages import (
+    GAE,
+    GDPO,
+    OPO,
+    RLOO,
+    GiGPO,
+    GroupRelative,
+    OnPolicyDistillation,
+    ReinforcePP,
+    ReMax,
+)
+from ratchet.algorithms.config.base import AlgorithmConfig, Chosen, Source, Teacher
+from ratchet.algorithms.config.policy_losses import (
+    CISPO,
+    GMPO,
+    GSPO,
+    PPO,
+    SAPO,
+    TOPR,
+    CorrectionConfig,
+    Kimi,
+    KLConfig,
+)
+from ratchet.config.base import Section
+from ratchet.config.kinds import Slot
+
+Advantage = Annotated[Chosen, Slot("advantage")]
+Loss = Annotated[Chosen, Slot("policy_loss")]
+Shaping = Annotated[tuple[Chosen, ...], Slot("shaping", many=True)]
+Weighting = Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"]
+
+
+class CriticConfig(Section):
+    """The model of values that gae reads: a copy of the policy with a scalar head."""
+
+    lr: float | None = Field(default=None, gt=0, description="Its own peak learning rate; null: the policy's.")
+    warmup_steps: int = Field(default=0, ge=0, description="Batches for which it learns alone, before the policy begins to.")
+    value_clip: float | None = Field(
+        default=0.2, gt=0, description="Values move by this much in a batch before they are clipped; null: no clip."
+    )
+
+
+class PolicyGradientConfig(AlgorithmConfig):
+    """Any estimator with any policy loss."""
+
+    builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build"
+    source: ClassVar[Source] = "rollouts"
+
+    group_size: int = Field(default=8, ge=1, description="Attempts at each prompt.")
+    shaping: Shaping = Field(default=(), description="What is done to rewards first, in this order.")
+    advantage: Advantage = Field(default=GroupRelative(), description="How much better than expected an attempt was.")
+    advantage_clip: float | None = Field(
+        default=None, gt=0, description="Advantages are kept within this of 0; null: no bound."
+    )
+    whiten: bool = Field(default=False, description="Normalise advantages over all tokens of the batch.")
+    equal_rewards: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="Groups whose rewards are all equal have no signal; drop: nor any part in the means over the batch.",
+    )
+    truncated: Literal["keep", "drop"] = Field(
+        default="keep", description="drop: attempts that were cut off count in the statistics, and don't train (DAPO)."
+    )
+    loss: Loss = Field(default=PPO(), description="What is minimised.")
+    old_logprobs: Literal["learner", "sampler"] = Field(
+        default="learner", description="What ratios are taken against: the learner's own before the update, or the sampler's."
+    )
+    correction: CorrectionConfig | None = Field(default=None, description="For a sampler that disagrees with the learner.")
+    kl: KLConfig = KLConfig()
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the reward for entropy (nats a token).")
+    positive_nll_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the likelihood of attempts with a reward above positive_nll_above (VAPO)."
+    )
+    positive_nll_above: float = Field(default=0.0, description="See positive_nll_coef.")
+    critic: CriticConfig | None = Field(default=None, description="Needed by advantage gae, and by no other.")
+    teacher: Teacher | None = Field(
+        default=None, description="Directory of the model that on_policy_distillation learns from, or one by task tag."
+    )
+    teacher_tokens: Literal["same", "aligned"] = Field(
+        default="same", description="aligned: the teacher has another tokenizer, and is asked about the same text."
+    )
+    weighting: Weighting = Field(
+        default="token_mean",
+        description="What weighs the same within an optimizer step: each token (DAPO), each answer (GRPO), each prompt, each "
+        "token by the count of answers (token_sum), or each token over a fixed total (Dr. GRPO).",
+    )
+    fixed_length: int | None = Field(
+        default=None, ge=1, description="Tokens that weighting fixed_length divides by, per answer."
+    )
+
+    @property
+    def estimators(self) -> tuple[Section, ...]:
+        """The advantage, or the parts that it mixes."""
+        return getattr(self.advantage, "parts", (self.advantage,))
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What the parts need; parts of somebody else's need nothing unless they say so."""
+        parts = (*self.estimators, *self.shaping)
+        return frozenset[str]().union(*(getattr(part, "reads", frozenset()) for part in parts))
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> PolicyGradientConfig:
+        for check in (self._group, self._rloo, self._critic, self._teacher, self._weighting, self._levels):
+            check()
+        if "positive_nll_above" in self.changed and not self.positive_nll_coef:
+            raise ValueError("positive_nll_above is not read with positive_nll_coef=0: set positive_nll_coef, or remove it")
+        if self.old_logprobs == "sampler" and self.correction is not None:
+            raise ValueError(
+                "old_logprobs=sampler makes sampler and learner the same for correction, which then does nothing: "
+                "set old_logprobs=learner, or remove correction"
+            )
+        return self
+
+    def _group(self) -> None:
+        if self.group_size == 1 and "group" in self.reads:
+            raise ValueError(
+                "group_size=1 leaves the group's baseline no other attempt and every advantage is 0: set group_size=2 or more"
+            )
+
+    def _rloo(self) -> None:
+        fewest = 3
+        scaled = any(getattr(part, "kind", "") == "normalise" and getattr(part, "over", "") == "group" for part in self.shaping)
+        for part in self.estimators:
+            if isinstance(part, RLOO) and (part.scale == "std" or scaled) and self.group_size < fewest:
+                raise ValueError(
+                    f"group_size={self.group_size} with leave-one-out and a standard deviation leaves no more than a sign of "
+                    "each reward: set group_size=3 or more, or advantage.scale=none"
+                )
+
+    def _critic(self) -> None:
+        if "values" in self.reads and self.critic is None:
+            raise ValueError("advantage gae reads a critic's values: set critic: {}, or another advantage")
+        if "values" not in self.reads and self.critic is not None:
+            raise ValueError("critic is not read without advantage gae: remove it, or set advantage.kind=gae")
+
+    def _teacher(self) -> None:
+        if "teacher_logprobs" in self.reads and self.teacher is None:
+            raise ValueError("advantage on_policy_distillation needs a teacher: set teacher to the directory of a model")
+        if "teacher_logprobs" not in self.reads and self.teacher is not None:
+            raise ValueError("teacher is not read without advantage on_policy_distillation: remove it, or mix that in")
+        if self.teacher is None and self.teacher_tokens == "aligned":
+            raise ValueError("teacher_tokens is not read without teacher: set teacher, or remove it")
+
+    def _weighting(self) -> None:
+        if self.weighting == "fixed_length" and self.fixed_length is None:
+            raise ValueError("weighting=fixed_length needs fixed_length: set it to the stage's sampling.max_new_tokens")
+        if self.weighting != "fixed_length" and self.fixed_length is not None:
+            raise ValueError(
+                f"fixed_length={self.fixed_length} is not read with weighting={self.weighting}: "
+                "set weighting=fixed_length, or remove fixed_length"
+            )
+
+    def _levels(self) -> None:
+        level = getattr(self.loss, "level", "token")
+        if self.correction is not None and level == "sequence" and self.correction.weight in ("token", "turn"):
+            raise ValueError(
+                f"correction.weight={self.correction.weight} has a weight for each token, and loss {_kind(self.loss)} one "
+                "value for a sequence: set correction.weight=geometric or sequence"
+            )
+
+
+def _kind(part: object) -> str:
+    return str(getattr(part, "kind", type(part).__name__))
+
+
+# --- the named ones: nothing but defaults
+
+
+class GRPOConfig(PolicyGradientConfig):
+    """Group relative policy optimisation (arXiv:2402.03300)."""
+
+
+class DrGRPOConfig(PolicyGradientConfig):
+    """GRPO without its two biases, by length and by difficulty (arXiv:2503.20783)."""
+
+    advantage: Advantage = GroupRelative(scale="none")
+    weighting: Weighting = "fixed_length"
+
+
+class DAPOConfig(PolicyGradientConfig):
+    """Clip-higher, token mean, groups without signal left out (arXiv:2503.14476). Its overlong penalty is a shaping."""
+
+    equal_rewards: Literal["keep", "drop"] = "drop"
+    loss: Loss = PPO(clip_high=0.28)
+
+
+class GSPOConfig(PolicyGradientConfig):
+    """The ratio of whole sequences (arXiv:2507.18071)."""
+
+    loss: Loss = GSPO()
+    weighting: Weighting = "sequence_mean"
+
+
+class CISPOConfig(PolicyGradientConfig):
+    """Clipped weights, no token silenced (MiniMax-M1, arXiv:2506.13585)."""
+
+    loss: Loss = CISPO()
+
+
+class RLOOConfig(PolicyGradientConfig):
+    """REINFORCE with a leave-one-out baseline (arXiv:2402.14740)."""
+
+    advantage: Advantage = RLOO()
+
+
+class ReinforcePPConfig(PolicyGradientConfig):
+    """REINFORCE++ (arXiv:2501.03262)."""
+
+    group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
+    advantage: Advantage = ReinforcePP()
+
+
+class ReMaxConfig(PolicyGradientConfig):
+    """REINFORCE with the greedy attempt as its baseline (arXiv:2310.10505)."""
+
+    group_size: int = Field(default=1, ge=1, description="Sampled attempts at each prompt, beside the greedy one.")
+    advantage: Advantage = ReMax()
+
+
+class OPOConfig(PolicyGradientConfig):
+    """Exactly on-policy, with the baseline of least variance (arXiv:2505.23585)."""
+
+    advantage: Advantage = OPO()
+
+
+class GiGPOConfig(PolicyGradientConfig):
+    """Group in group, for environments of many turns (arXiv:2505.10978)."""
+
+    advantage: Advantage = GiGPO()
+
+
+class GDPOConfig(PolicyGradientConfig):
+    """Several rewards, normalised apart (arXiv:2601.05242)."""
+
+    advantage: Advantage = GDPO()
+
+
+class PPOConfig(PolicyGradientConfig):
+    """Proximal policy optimisation with a critic (arXiv:1707.06347)."""
+
+    group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
+    advantage: Advantage = GAE()
+    whiten: bool = Field(default=True, description="Normalise advantages over all tokens of the batch.")
+    critic: CriticConfig | None = CriticConfig()
+
+
+class VAPOConfig(PolicyGradientConfig):
+    """PPO for long answers: length-adaptive GAE, a warmed-up critic, clip-higher, the likelihood of correct answers
+    (arXiv:2504.05118)."""
+
+    advantage: Advantage = GAE(value_lam=1.0, length_alpha=0.05)
+    loss: Loss = PPO(clip_high=0.28)
+    positive_nll_coef: float = Field(default=0.1, ge=0, description="Weight of the likelihood of correct answers.")
+    critic: CriticConfig | None = CriticConfig(warmup_steps=50)
+
+
+class TOPRConfig(PolicyGradientConfig):
+    """Tapered off-policy REINFORCE (arXiv:2503.14286)."""
+
+    loss: Loss = TOPR()
+    advantage: Advantage = GroupRelative(scale="none")
+
+
+class GMPOConfig(PolicyGradientConfig):
+    """Geometric mean of ratios (arXiv:2507.20673)."""
+
+    loss: Loss = GMPO()
+    weighting: Weighting = "sequence_mean"
+
+
+class SAPOConfig(PolicyGradientConfig):
+    """A soft gate in place of the clip (arXiv:2511.20347)."""
+
+    loss: Loss = SAPO()
+    weighting: Weighting = "sequence_mean"
+
+
+class KimiConfig(PolicyGradientConfig):
+    """Policy mirror descent of Kimi k1.5 (arXiv:2501.12599)."""
+
+    advantage: Advantage = GroupRelative(scale="none")
+    loss: Loss = Kimi()
+    weighting: Weighting = "sequence_mean"
+
+
+class DecoupledPPOConfig(PolicyGradientConfig):
+    """PPO for stale attempts: clipped against the learner before the update, weighed by what sampled them
+    (arXiv:2505.24298)."""
+
+    correction: CorrectionConfig | None = CorrectionConfig(weight="token", weight_high=5.0)
+
+
+class OnPolicyDistillationConfig(PolicyGradientConfig):
+    """The teacher judges each sampled token (https://thinkingmachines.ai/blog/on-policy-distillation)."""
+
+    group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
+    advantage: Advantage = OnPolicyDistillation()

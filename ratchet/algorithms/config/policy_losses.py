@@ -1,0 +1,181 @@
+"""Sections of the policy losses (`algorithm.loss`), of the rollout correction and of the KL penalty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ratchet.algorithms.config.base import Part
+from ratchet.config.base import Section
+
+POLICY = "ratchet.algorithms.losses.policy"
+
+Low = Annotated[float, Field(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")]
+High = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 + clip_high.")]
+
+
+class PolicyLoss(Part):
+    """level: that of its values; a correction must be at a level that it has."""
+
+    level: ClassVar[Literal["token", "sequence"]] = "token"
+
+
+class PPO(PolicyLoss):
+    """Clipped ratio of each token."""
+
+    function: ClassVar[str] = f"{POLICY}:clipped_surrogate"
+
+    kind: Literal["ppo"] = "ppo"
+    clip_low: Low = 0.2
+    clip_high: High = 0.2
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="Bounds the loss of a negative advantage by this factor (arXiv:1912.09729).",
+    )
+
+
+class Reinforce(PolicyLoss):
+    """No ratio and no clip."""
+
+    function: ClassVar[str] = f"{POLICY}:reinforce"
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class GSPO(PolicyLoss):
+    """Clipped ratio of each sequence, normalised by its length."""
+
+    function: ClassVar[str] = f"{POLICY}:gspo"
+    level: ClassVar[Literal["token", "sequence"]] = "sequence"
+    exempt: ClassVar[Mapping[str, str]] = {
+        "on_policy": "the ratio is a geometric mean: its gradient is A/|y| sum grad log p of the row",
+    }
+
+    kind: Literal["gspo"] = "gspo"
+    clip_low: Low = 3e-4
+    clip_high: High = 4e-4
+
+
+class GSPOToken(PolicyLoss):
+    """GSPO's ratio with an advantage of each token's own."""
+
+    function: ClassVar[str] = f"{POLICY}:gspo_token"
+
+    kind: Literal["gspo_token"] = "gspo_token"
+    clip_low: Low = 3e-4
+    clip_high: High = 4e-4
+
+
+class CISPO(PolicyLoss):
+    """The clip bounds a token's weight and never silences its gradient."""
+
+    function: ClassVar[str] = f"{POLICY}:cispo"
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: Low | None = Field(default=None, description="The weight is clipped below 1 - clip_low; null: no lower bound.")
+    clip_high: High = 2.0
+
+
+class TOPR(PolicyLoss):
+    """Negative answers are tapered by the probability ratio of the whole answer."""
+
+    function: ClassVar[str] = f"{POLICY}:topr"
+
+    kind: Literal["topr"] = "topr"
+    negative_low: float = Field(default=0.0, ge=0, description="Least weight of a negative answer.")
+    negative_high: float = Field(default=1.0, gt=0, description="Greatest weight of a negative answer.")
+
+
+class GMPO(PolicyLoss):
+    """Geometric mean of clipped ratios."""
+
+    function: ClassVar[str] = f"{POLICY}:gmpo"
+    level: ClassVar[Literal["token", "sequence"]] = "sequence"
+    exempt: ClassVar[Mapping[str, str]] = GSPO.exempt
+
+    kind: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(default=0.4, gt=0, description="Log-ratios are clipped below -clip_low.")
+    clip_high: float = Field(default=0.4, gt=0, description="Log-ratios are clipped above clip_high.")
+
+
+class SAPO(PolicyLoss):
+    """A soft gate in place of the clip."""
+
+    function: ClassVar[str] = f"{POLICY}:sapo"
+
+    kind: Literal["sapo"] = "sapo"
+    tau_pos: float = Field(default=1.0, gt=0, description="Sharpness of the gate where the advantage is positive.")
+    tau_neg: float = Field(default=1.05, gt=0, description="The same where it is negative.")
+
+
+class Kimi(PolicyLoss):
+    """Policy mirror descent around the old policy (Kimi k1.5)."""
+
+    function: ClassVar[str] = f"{POLICY}:kimi"
+    level: ClassVar[Literal["token", "sequence"]] = "sequence"
+    exempt: ClassVar[Mapping[str, str]] = {"on_policy": "a sum over each row, not a mean: its gradient is A sum grad log p"}
+
+    kind: Literal["kimi"] = "kimi"
+    tau: float = Field(default=0.1, gt=0, description="Pull towards the old policy.")
+
+
+At = Literal["none", "token", "turn", "sequence", "geometric"]
+
+
+class CorrectionConfig(Section):
+    """For sampler and learner that disagree: weights and masks by the ratio of their probabilities."""
+
+    weight: At = Field(default="token", description="Level of the importance weight; geometric: the mean over the answer.")
+    weight_low: float = Field(default=0.0, ge=0, description="Least weight.")
+    weight_high: float | None = Field(default=2.0, gt=0, description="Greatest weight; null: no bound.")
+    mask: At = Field(default="none", description="Level at which tokens leave the loss by their ratio (token: IcePop).")
+    mask_low: float = Field(default=0.5, ge=0, description="Those below leave.")
+    mask_high: float = Field(default=2.0, gt=0, description="Those above leave.")
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> CorrectionConfig:
+        if self.weight == self.mask == "none":
+            raise ValueError("correction with weight=none and mask=none does nothing: set one of them, or remove it")
+        for key, low, high in (("weight", self.weight_low, self.weight_high), ("mask", self.mask_low, self.mask_high)):
+            named = sorted({f"{key}_low", f"{key}_high"} & self.changed)
+            if getattr(self, key) == "none" and named:
+                raise ValueError(f"{named[0]} is not read with {key}=none: set {key}, or remove it")
+            if high is not None and low >= high:
+                raise ValueError(f"{key}_low={low:g} is not below {key}_high={high:g}: lower it")
+        return self
+
+
+class KLConfig(Section):
+    """The penalty for leaving the model that the stage starts from."""
+
+    coef: float = Field(default=0.0, ge=0, description="Weight of the penalty; 0: none.")
+    objective: Literal["reverse", "forward"] = Field(
+        default="reverse", description="KL(policy || reference), or KL(reference || policy)."
+    )
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None, description="http://joschu.net/blog/kl-approx.html; null: k3 in the loss, k1 in the reward."
+    )
+    place: Literal["loss", "reward"] = Field(default="loss", description="A term of the loss, or part of each token's reward.")
+    target: float | None = Field(
+        default=None, gt=0, description="KL (nats a token) that the coefficient adapts towards; null: it is fixed."
+    )
+    rate: float = Field(default=0.1, gt=0, le=1, description="Speed of that adaptation: a step changes coef by a fifth of it.")
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> KLConfig:
+        if self.coef == 0 and self.changed - {"coef"}:
+            raise ValueError(f"{min(self.changed - {'coef'})} is not read with coef=0: set coef, or remove it")
+        if self.objective == "forward" and self.estimator in ("k1", "k2"):
+            raise ValueError(f"objective=forward has no estimator {self.estimator}: set estimator=k3")
+        if self.place == "reward" and self.objective == "forward":
+            raise ValueError("place=reward has the gradient of the reverse KL alone: set objective=reverse, or place=loss")
+        if self.place == "reward" and self.estimator in ("k2", "k3"):
+            raise ValueError(
+                f"estimator={self.estimator} as a reward has the gradient of no divergence: set estimator=k1, or place=loss"
+            )
+        if self.target is None and "rate" in self.changed:
+            raise ValueError("rate is not read without target: set target, or remove rate")
+        return self

@@ -1,0 +1,100 @@
+"""Sections of the reward shaping: `algorithm.shaping`, applied in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ratchet.algorithms.config.base import Part
+
+SHAPING = "ratchet.algorithms.shaping"
+BY_LENGTH = "answers of different length earn different rewards after shaping"
+
+
+class OverlongPenalty(Part):
+    """A penalty that grows over the last tokens before a limit (DAPO)."""
+
+    function: ClassVar[str] = f"{SHAPING}:overlong_penalty"
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": BY_LENGTH}
+
+    kind: Literal["overlong_penalty"] = "overlong_penalty"
+    max_length: int = Field(ge=1, description="Tokens of an answer at which the penalty is whole.")
+    buffer: int = Field(ge=1, description="Tokens before that over which it grows.")
+    factor: float = Field(default=1.0, gt=0, description="The whole penalty.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> OverlongPenalty:
+        if self.buffer > self.max_length:
+            raise ValueError(f"buffer={self.buffer} is more than max_length={self.max_length}: lower it")
+        return self
+
+
+class StopProperly(Part):
+    """Truncated answers keep only a share of their reward."""
+
+    function: ClassVar[str] = f"{SHAPING}:stop_properly"
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": "truncated answers earn less after shaping"}
+
+    kind: Literal["stop_properly"] = "stop_properly"
+    coef: float = Field(ge=0, lt=1, description="That share; a negative reward stays as it is.")
+
+
+class LengthPenalty(Part):
+    """A penalty for each token."""
+
+    function: ClassVar[str] = f"{SHAPING}:length_penalty"
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": BY_LENGTH}
+
+    kind: Literal["length_penalty"] = "length_penalty"
+    coef: float = Field(gt=0, description="Reward lost a token.")
+    free: int = Field(default=0, ge=0, description="Tokens that cost nothing.")
+
+
+class ScaleRewards(Part):
+    """Rewards times a factor."""
+
+    function: ClassVar[str] = f"{SHAPING}:scale_rewards"
+
+    kind: Literal["scale"] = "scale"
+    factor: float = Field(gt=0, description="On every reward, those of turns too.")
+
+
+class ClipRewards(Part):
+    """Rewards kept within bounds."""
+
+    function: ClassVar[str] = f"{SHAPING}:clip_rewards"
+
+    kind: Literal["clip"] = "clip"
+    low: float | None = Field(default=None, description="Least reward; null: no bound.")
+    high: float | None = Field(default=None, description="Greatest reward; null: no bound.")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> ClipRewards:
+        if self.low is None and self.high is None:
+            raise ValueError("clip without low and high does nothing: set one of them, or remove it")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: lower it")
+        return self
+
+
+class NormaliseRewards(Part):
+    """Rewards less their mean over their standard deviation."""
+
+    function: ClassVar[str] = f"{SHAPING}:normalise_rewards"
+
+    kind: Literal["normalise"] = "normalise"
+    over: Literal["group", "batch", "running"] = Field(description="Statistics of the group, the batch, or all batches so far.")
+    center: bool = Field(default=True, description="Take the mean off.")
+    epsilon: float = Field(default=1e-6, gt=0, description="Added to the standard deviation.")
+
+
+class ComponentWeights(Part):
+    """The reward is a weighted sum of its named parts."""
+
+    function: ClassVar[str] = f"{SHAPING}:component_weights"
+    reads: ClassVar[frozenset[str]] = frozenset({"parts"})
+
+    kind: Literal["component_weights"] = "component_weights"
+    weights: dict[str, float] = Field(min_length=1, description="By name of the part; others count nothing.")

@@ -1,0 +1,104 @@
+"""Rollout correction: what to do where sampler and learner give the same token different probabilities (another engine, another
+precision, older weights, a truncated sampling distribution).
+
+T = tokens, S = sequences. d_t = log(learner's old policy / what the sampler drew from), on trainable tokens. The weight and
+the mask are columns, computed once over the batch and detached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.losses.base import Metrics
+from ratchet.batch import Batch
+from ratchet.interfaces import Outputs
+
+At = Literal["none", "token", "turn", "sequence", "geometric"]
+
+
+def correct(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    weight: At = "token",
+    weight_low: float = 0.0,
+    weight_high: float | None = 2.0,
+    mask: At = "none",
+    mask_low: float = 0.5,
+    mask_high: float = 2.0,
+) -> Batch:
+    """Fills `correction` [T] (and `correction_S` [S] where the weight is a row's) = clip(exp(D), weight_low, weight_high), and
+    takes tokens with exp(D) outside [mask_low, mask_high] out of the final mask.
+
+    D is d_t itself ("token"), its sum over the turn or the sequence, or its mean over the sequence ("geometric"). The weight
+    is truncated importance sampling (https://fengyao.notion.site/off-policy-rl); the mask at token level is IcePop
+    (arXiv:2510.18855), at geometric level that of whole sequences (https://richardli.xyz/rl-collapse). A sum over a row grows
+    with its length; the geometric mean doesn't.
+    """
+    mask_T = batch.trainable_T
+    sampler_T = batch.rollout_logprobs_T.double() - batch.log_kept_mass_T.double()
+    gap_T = torch.where(mask_T, batch.need("old_logprobs").double() - sampler_T, 0.0)
+    ratio_T = _gathered(batch, gap_T, weight).exp()
+    capped_T = ratio_T if weight == "none" else ratio_T.clamp(weight_low, weight_high)
+    weight_T = torch.where(mask_T, capped_T, 0.0)
+    kept_T = mask_T
+    if mask != "none":
+        judged_T = _gathered(batch, gap_T, mask).exp()
+        kept_T = mask_T & (judged_T >= mask_low) & (judged_T <= mask_high)
+    batch = _measured(batch, gap_T, ratio_T, weight_T, kept_T)
+    if weight in ("none", "sequence", "geometric"):
+        row_T = torch.where(mask_T, weight_T, -torch.inf)
+        row_S = torch.full((batch.n_sequences,), -torch.inf, dtype=torch.float64)
+        row_S = row_S.scatter_reduce(0, batch.sequence_T, row_T, "amax")
+        batch = batch.fill_sequences(correction_S=torch.where(row_S.isfinite(), row_S, 1.0))
+    return replace(batch, trainable_T=kept_T).fill_tokens(correction=weight_T)
+
+
+def _gathered(batch: Batch, gap_T: Tensor, at: At) -> Tensor:
+    """D of each token. [T]"""
+    if at == "none":
+        return torch.zeros_like(gap_T)
+    if at == "token":
+        return gap_T
+    if at == "turn":
+        keys_T = torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1)
+        keys, turn_T = torch.unique(keys_T, dim=0, return_inverse=True)
+        return gap_T.new_zeros(len(keys)).index_add(0, turn_T, gap_T)[turn_T]
+    total_S = batch.sequence_sum(gap_T)
+    if at == "geometric":
+        total_S = total_S / batch.sequence_sum(batch.trainable_T.double()).clamp(min=1)
+    return total_S[batch.sequence_T]
+
+
+def _measured(batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor) -> Batch:
+    mask_T = batch.trainable_T
+    if not bool(mask_T.any()):
+        return batch
+    gap_N, weight_N = gap_T[mask_T], weight_T[mask_T]
+    numbers = {
+        "gap_mean": gap_N.abs().mean(),
+        "kl": (gap_N.exp() - 1 - gap_N).mean(),  # k3 estimate of KL(sampler || learner)
+        "weight_mean": weight_N.mean(),
+        "weight_max": weight_N.max(),
+        "clipped_share": (weight_N != ratio_T[mask_T]).double().mean(),
+        "masked_share": 1 - kept_T[mask_T].double().mean(),
+    }
+    return batch.note(**{f"correction/{name}": float(value) for name, value in numbers.items()})
+
+
+def corrected(
+    out: Outputs,
+    batch: Batch,
+    *,
+    fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]],
+    level: Literal["token", "sequence"] = "token",
+) -> tuple[Tensor, Metrics]:
+    """x of any loss, at `level`, times the correction at that level."""
+    x, metrics = fn(out, batch)
+    return x * batch.need("correction" if level == "token" else "correction_S"), metrics

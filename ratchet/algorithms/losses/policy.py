@@ -1,0 +1,135 @@
+"""Policy losses: pure functions `(out, batch, *, options) -> (x, metrics)`, to be minimised.
+
+T = tokens, S = sequences. r_t = exp(logprobs - old_logprobs), A = advantages, |y| = trainable tokens of a row. Every loss is
+homogeneous in A for a positive factor, so that a rollout correction may multiply x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ratchet.algorithms.losses.base import Metrics, row_mean, row_sum
+from ratchet.batch import Batch
+from ratchet.interfaces import Outputs
+
+
+def clipped_surrogate(
+    out: Outputs, batch: Batch, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, Metrics]:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(logprobs - old_logprobs). Token level.
+
+    PPO (arXiv:1707.06347) eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476) eq. 8; `dual_clip=c > 1` bounds the loss of
+    a negative advantage by -c A (arXiv:1912.09729, eq. 5).
+    """
+    ratio_T = _log_ratio(out).exp()
+    advantages_T = batch.need("advantages")
+    plain_T = ratio_T * advantages_T
+    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
+    surrogate_T = torch.minimum(plain_T, clipped_T)
+    if dual_clip is not None:
+        floor_T = dual_clip * advantages_T
+        surrogate_T = torch.where(advantages_T < 0, torch.maximum(surrogate_T, floor_T), surrogate_T)
+    return -surrogate_T, _metrics(out, batch, clipped=surrogate_T != plain_T)
+
+
+def reinforce(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    """-A log p: no ratio, no clip. REINFORCE (Williams, 1992). Token level."""
+    return -batch.need("advantages") * out.need("logprobs"), _metrics(out, batch)
+
+
+def gspo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the row of log r_t): the ratio of the sequence,
+    normalised by its length. GSPO (arXiv:2507.18071) eq. 5 to 7. A is the mean of the row's. Sequence level."""
+    ratio_S = row_mean(out, batch, _log_ratio(out)).exp()
+    advantages_S = row_mean(out, batch, batch.need("advantages"))
+    plain_S = ratio_S * advantages_S
+    surrogate_S = torch.minimum(plain_S, ratio_S.clamp(1 - clip_low, 1 + clip_high) * advantages_S)
+    return -surrogate_S, _sequence_metrics(out, batch, ratio_S, clipped=surrogate_S != plain_S)
+
+
+def gspo_token(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
+    """-min(s_t A_t, clip(s_t) A_t), s_t = sg[s] r_t / sg[r_t]: GSPO's ratio with an advantage of each token's own
+    (arXiv:2507.18071 eq. 13, 14). Token level."""
+    log_ratio_T = _log_ratio(out)
+    ratio_S = row_mean(out, batch, log_ratio_T).detach().exp()
+    ratio_T = ratio_S[batch.sequence_T] * (log_ratio_T - log_ratio_T.detach()).exp()
+    advantages_T = batch.need("advantages")
+    plain_T = ratio_T * advantages_T
+    surrogate_T = torch.minimum(plain_T, ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T)
+    return -surrogate_T, _metrics(out, batch, clipped=surrogate_T != plain_T)
+
+
+def cispo(out: Outputs, batch: Batch, *, clip_low: float | None, clip_high: float) -> tuple[Tensor, Metrics]:
+    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the clip bounds a token's weight, and never silences its gradient.
+    CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4, 5; `clip_low=None`: no lower bound. Token level."""
+    ratio_T = _log_ratio(out).detach().exp()
+    weight_T = ratio_T.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
+    x_T = -weight_T * batch.need("advantages") * out.need("logprobs")
+    return x_T, _metrics(out, batch, clipped=weight_T != ratio_T)
+
+
+def topr(out: Outputs, batch: Batch, *, negative_low: float = 0.0, negative_high: float = 1.0) -> tuple[Tensor, Metrics]:
+    """-A log p where A >= 0; -sg[clip(product of r over the row, negative_low, negative_high)] A log p where A < 0: what
+    went wrong counts the less, the less the policy still does it. TOPR (arXiv:2503.14286) eq. 5. Token level."""
+    ratio_S = row_sum(out, batch, _log_ratio(out)).detach().exp()
+    weight_S = ratio_S.clamp(negative_low, negative_high)
+    advantages_T = batch.need("advantages")
+    tapered_T = (advantages_T < 0) & (weight_S != ratio_S)[batch.sequence_T]
+    weight_T = torch.where(advantages_T < 0, weight_S[batch.sequence_T], 1.0)
+    return -weight_T * advantages_T * out.need("logprobs"), _metrics(out, batch, clipped=tapered_T)
+
+
+def gmpo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
+    """-A exp(mean over the row of c_t): the geometric mean of ratios, each clipped to [exp(-clip_low), exp(clip_high)] on the
+    side that PPO clips. GMPO (arXiv:2507.20673) eq. 4. Sequence level."""
+    log_ratio_T = _log_ratio(out)
+    advantages_S = row_mean(out, batch, batch.need("advantages"))
+    near_T = log_ratio_T.clamp(-clip_low, clip_high)
+    sign_T = advantages_S.sign()[batch.sequence_T]
+    kept_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * near_T)
+    ratio_S = row_mean(out, batch, kept_T).exp()
+    clipped_S = row_mean(out, batch, (kept_T != log_ratio_T).to(log_ratio_T.dtype))
+    return -advantages_S * ratio_S, _sequence_metrics(out, batch, ratio_S, clipped=clipped_S)
+
+
+def sapo(out: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, Metrics]:
+    """-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A: a soft gate in place of the clip, of slope 1 at r = 1.
+    SAPO (arXiv:2511.20347) eq. 5, 6. Token level."""
+    advantages_T = batch.need("advantages")
+    tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg).to(advantages_T.dtype)
+    gate_T = torch.sigmoid(tau_T * (_log_ratio(out).exp() - 1)) * 4 / tau_T
+    return -gate_T * advantages_T, _metrics(out, batch)
+
+
+def kimi(out: Outputs, batch: Batch, *, tau: float) -> tuple[Tensor, Metrics]:
+    """-sum of A_t log p_t + tau / 2 (sum of log r_t)^2: policy mirror descent with the old policy as its centre.
+    Kimi k1.5 (arXiv:2501.12599) eq. 3. Sequence level."""
+    log_ratio_S = row_sum(out, batch, _log_ratio(out))
+    gain_S = row_sum(out, batch, batch.need("advantages") * out.need("logprobs"))
+    metrics = _sequence_metrics(out, batch, log_ratio_S.exp(), clipped=torch.zeros_like(log_ratio_S))
+    return tau / 2 * log_ratio_S.square() - gain_S, metrics
+
+
+def _log_ratio(out: Outputs) -> Tensor:
+    return out.need("logprobs") - out.need("old_logprobs")
+
+
+@torch.no_grad()
+def _metrics(out: Outputs, batch: Batch, *, clipped: Tensor | None = None) -> Metrics:
+    log_ratio_T = _log_ratio(out)
+    ratio_T = log_ratio_T.exp()
+    metrics = {
+        "ratio": ratio_T,
+        "old_kl": ratio_T - 1 - log_ratio_T,  # k3 estimate of KL(old || live), http://joschu.net/blog/kl-approx.html
+        # What sampler and learner disagree by, beyond rounding, is a fault of one of them.
+        "sampler_gap": (out.need("old_logprobs") - batch.rollout_logprobs_T).abs(),
+    }
+    return metrics if clipped is None else {**metrics, "clipped": clipped.to(ratio_T.dtype)}
+
+
+@torch.no_grad()
+def _sequence_metrics(out: Outputs, batch: Batch, ratio_S: Tensor, *, clipped: Tensor) -> Metrics:
+    """The same by row; `ratio_S` is the loss's own."""
+    by_row = {name: row_mean(out, batch, column) for name, column in _metrics(out, batch).items()}
+    return {**by_row, "ratio": ratio_S.detach(), "clipped": clipped.to(ratio_S.dtype)}

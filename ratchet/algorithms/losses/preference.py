@@ -1,0 +1,127 @@
+"""Preference losses. A pair is a group of two training rows, the chosen one first.
+
+T = tokens, S = sequences, G = groups. The logratio of a row is the sum, or with normalize="mean" the mean, of logprobs -
+ref_logprobs over its trainable tokens; D is that of the chosen row minus that of the rejected one. Group level unless said.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.losses.base import Metrics, row_mean, row_sum
+from ratchet.batch import Batch
+from ratchet.errors import DataError
+from ratchet.interfaces import Outputs
+
+Normalize = Literal["sum", "mean"]
+
+
+def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(chosen [G], rejected [G]). Raises DataError for a group that is not two training rows."""
+    sizes_G = torch.bincount(batch.group_S, minlength=batch.n_groups)
+    wrong_G = (sizes_G != 2) | (batch.group_sum(batch.train_S.double()) != 2)
+    if bool(wrong_G.any()):
+        group = int(wrong_G.nonzero()[0])
+        raise DataError(
+            f"group {batch.group_ids[group]} is no pair: it has {int(sizes_G[group])} rows; a preference is two rows to train "
+            "on, the chosen one first"
+        )
+    return x_S[0::2], x_S[1::2]
+
+
+def logratios(out: Outputs, batch: Batch, normalize: Normalize) -> Tensor:
+    """[S]"""
+    gap_T = out.need("logprobs") - batch.need("ref_logprobs")
+    return row_sum(out, batch, gap_T) if normalize == "sum" else row_mean(out, batch, gap_T)
+
+
+def _margin(out: Outputs, batch: Batch, normalize: Normalize) -> tuple[Tensor, Metrics]:
+    """D [G], and what is measured of it."""
+    chosen_G, rejected_G = pairs(logratios(out, batch, normalize), batch)
+    return chosen_G - rejected_G, _measured(chosen_G, rejected_G)
+
+
+def _measured(chosen_G: Tensor, rejected_G: Tensor) -> Metrics:
+    margin_G = (chosen_G - rejected_G).detach()
+    return {
+        "chosen": chosen_G.detach(),
+        "rejected": rejected_G.detach(),
+        "margin": margin_G,
+        "accuracy": (margin_G > 0).to(margin_G.dtype),
+    }
+
+
+def dpo(
+    out: Outputs, batch: Batch, *, beta: float, label_smoothing: float = 0.0, normalize: Normalize = "sum"
+) -> tuple[Tensor, Metrics]:
+    """-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D). DPO (arXiv:2305.18290) eq. 7; e = `label_smoothing`, the share of
+    pairs taken to be the wrong way round: conservative DPO (https://ericmitchell.ai/cdpo.pdf); normalize="mean": per token, as
+    in Tulu 3 (arXiv:2411.15124) section 5.1."""
+    margin_G, metrics = _margin(out, batch, normalize)
+    scaled_G = beta * margin_G
+    return -(1 - label_smoothing) * F.logsigmoid(scaled_G) - label_smoothing * F.logsigmoid(-scaled_G), metrics
+
+
+def ipo(out: Outputs, batch: Batch, *, beta: float, normalize: Normalize = "sum") -> tuple[Tensor, Metrics]:
+    """(D - 1 / (2 beta))^2: the margin is drawn to a finite value. IPO (arXiv:2310.12036) eq. 17."""
+    margin_G, metrics = _margin(out, batch, normalize)
+    return (margin_G - 1 / (2 * beta)).square(), metrics
+
+
+def rpo(out: Outputs, batch: Batch, *, beta: float, eta: float, normalize: Normalize = "sum") -> tuple[Tensor, Metrics]:
+    """KL(Bernoulli(b) || Bernoulli(a)), b = sigmoid(eta (reward of chosen - reward of rejected)), a = sigmoid(beta D): how much
+    better the chosen one is counts too. Reward-aware preference optimisation (arXiv:2406.11704, section 3.3.2)."""
+    margin_G, metrics = _margin(out, batch, normalize)
+    better_G, worse_G = pairs(batch.rewards_S, batch)
+    wanted_G, given_G = eta * (better_G - worse_G), beta * margin_G
+    b_G = wanted_G.sigmoid()
+    yes_G = F.logsigmoid(wanted_G) - F.logsigmoid(given_G)
+    no_G = F.logsigmoid(-wanted_G) - F.logsigmoid(-given_G)
+    return b_G * yes_G + (1 - b_G) * no_G, metrics
+
+
+def simpo(out: Outputs, batch: Batch, *, beta: float, gamma: float) -> tuple[Tensor, Metrics]:
+    """-log sigmoid(beta (mean log p of chosen - mean log p of rejected) - gamma): no reference.
+    SimPO (arXiv:2405.14734) eq. 6."""
+    chosen_G, rejected_G = pairs(row_mean(out, batch, out.need("logprobs")), batch)
+    return -F.logsigmoid(beta * (chosen_G - rejected_G) - gamma), _measured(chosen_G, rejected_G)
+
+
+def odds_ratio(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    """-log sigmoid(log odds of chosen - log odds of rejected), odds = p / (1 - p), log p the mean over the row. The second part
+    of ORPO (arXiv:2403.07691) eq. 5 to 7; the first is the likelihood of the chosen row."""
+    mean_S = row_mean(out, batch, out.need("logprobs"))
+    chosen_G, rejected_G = pairs(_log_odds(mean_S), batch)
+    return -F.logsigmoid(chosen_G - rejected_G), _measured(chosen_G, rejected_G)
+
+
+def _log_odds(logprob_S: Tensor) -> Tensor:
+    """log(p / (1 - p)). A p of 1 (of an empty row, a sum of nothing) stays just below it: infinite odds teach nothing."""
+    below_S = logprob_S.clamp(max=-torch.finfo(logprob_S.dtype).eps)
+    return below_S - torch.log(-torch.expm1(below_S))
+
+
+def kto_reference_point(batch: Batch, state: AlgoState) -> Batch:
+    """z0 = max(0, mean over rows with use="reference" of the sum of old_logprobs - ref_logprobs): the batch's estimate of
+    KL(policy || reference) on answers to other prompts (KTO, arXiv:2402.01306, section 4.1). One detached number for all rows,
+    in the sequence column `kto_z0`."""
+    gap_T = torch.where(batch.predicted_T, batch.need("old_logprobs").double() - batch.need("ref_logprobs").double(), 0.0)
+    other_S = batch.reference_S
+    z0 = max(0.0, float(batch.sequence_sum(gap_T)[other_S].mean())) if bool(other_S.any()) else 0.0
+    return batch.fill_sequences(kto_z0=torch.full((batch.n_sequences,), z0, dtype=torch.float64)).note(**{"kto/z0": z0})
+
+
+def kto(out: Outputs, batch: Batch, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> tuple[Tensor, Metrics]:
+    """desirable (1 - sigmoid(v)) for a row whose reward is above 0, undesirable (1 - sigmoid(-v)) for another,
+    v = beta (logratio - z0). KTO (arXiv:2402.01306) eq. 8. Sequence level."""
+    ratio_S = logratios(out, batch, "sum")
+    v_S = beta * (ratio_S - batch.need("kto_z0"))
+    good_S = batch.rewards_S > 0
+    x_S = torch.where(good_S, desirable * torch.sigmoid(-v_S), undesirable * torch.sigmoid(v_S))
+    hit_S = (ratio_S.detach() > 0) == good_S
+    return x_S, {"logratio": ratio_S.detach(), "accuracy": hit_S.to(x_S.dtype)}

@@ -1,0 +1,40 @@
+"""Losses of reward models: what a scalar head is trained on.
+
+T = tokens, S = sequences, G = groups.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.losses.preference import pairs
+from ratchet.batch import Batch
+from ratchet.interfaces import Outputs
+
+
+def bradley_terry(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    """-log sigmoid(score of chosen - score of rejected). Bradley and Terry (1952); arXiv:2203.02155 eq. 1. Group level."""
+    chosen_G, rejected_G = pairs(out.need("scores"), batch)
+    margin_G = (chosen_G - rejected_G).detach()
+    metrics = {"margin": margin_G, "accuracy": (margin_G > 0).to(margin_G.dtype)}
+    return -F.logsigmoid(chosen_G - rejected_G), metrics
+
+
+def score_regression(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    """(score - reward)^2 (HelpSteer2, arXiv:2406.08673, section 3). Sequence level."""
+    scores_S = out.need("scores")
+    return (scores_S - batch.rewards_S).square(), {"score": scores_S.detach()}
+
+
+def process_reward(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    """Binary cross entropy of sigmoid(score at the last token of a step) with the step's label in [0, 1], a turn's own reward;
+    0 at other tokens. Let's verify step by step (arXiv:2305.20050), section 2.6. Token level."""
+    labelled_T = ~batch.turn_rewards_T.isnan()
+    labels_T = batch.turn_rewards_T.nan_to_num(0.0)
+    scores_T = out.need("token_scores")
+    x_T = F.binary_cross_entropy_with_logits(scores_T, labels_T.to(scores_T.dtype), reduction="none")
+    hit_T = ((scores_T.detach() > 0) == (labels_T > 0.5)).to(x_T.dtype)
+    return torch.where(labelled_T, x_T, 0.0), {"accuracy": torch.where(labelled_T, hit_T, 0.0)}

@@ -1,0 +1,146 @@
+"""Policy-gradient algorithms from their configuration: which passes, transforms and terms its parts ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+from ratchet.algorithms.advantages.compose import Transform, clip_advantages, mixture, pipeline, whiten
+from ratchet.algorithms.base import Algorithm, AlgoState, Pass, Role, Term, TermFunction, Weighting, no_adaptation
+from ratchet.algorithms.config.advantages import Mixture
+from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
+from ratchet.algorithms.config.policy_losses import KLConfig
+from ratchet.algorithms.correction import correct, corrected
+from ratchet.algorithms.filters import drop_equal_rewards, drop_truncated
+from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_reward, kl_penalty
+from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
+from ratchet.algorithms.teachers import teacher_roles
+from ratchet.algorithms.weightings import WEIGHTINGS, fixed_length, positive_mean, token_mean
+from ratchet.batch import Batch
+from ratchet.config.base import Section
+from ratchet.config.kinds import construct
+
+
+def build(config: PolicyGradientConfig) -> Algorithm:
+    losses = {"policy": _policy_terms(config)}
+    roles: dict[str, Role] = {}
+    passes = list(_policy_passes(config))
+    warmup: dict[str, int] = {}
+    if config.kl.coef > 0:
+        roles["reference"] = Role()
+        passes.append(Pass("reference", "logprobs", "ref_logprobs"))
+    if config.teacher is not None:
+        teachers = teacher_roles(config.teacher, aligned=config.teacher_tokens == "aligned")
+        roles |= teachers
+        wanted = {"logprobs": "teacher_logprobs"} | ({"spans": "teacher_spans"} if config.teacher_tokens == "aligned" else {})
+        for role in teachers:
+            tag = role.partition("/")[2] or None
+            passes += [Pass(role, name, column, tag=tag) for name, column in wanted.items()]
+    if config.critic is not None:
+        roles["critic"] = Role(lr=config.critic.lr)
+        warmup["policy"] = config.critic.warmup_steps
+        passes += [Pass("critic", "values", "values"), Pass("critic", "scores", "bootstrap_values", level="sequence")]
+        value = partial(value_loss, clip=config.critic.value_clip)
+        losses["critic"] = (Term("value", value, token_mean, needs=frozenset({"values"})),)
+    sampler = config.old_logprobs == "sampler"
+    return Algorithm(
+        name=config.called,
+        source=config.source,
+        losses=losses,
+        passes=tuple(passes),
+        roles=roles,
+        warmup=warmup,
+        advantage=partial(pipeline, transforms=_transforms(config)),
+        fills=frozenset({"old_logprobs"}) if sampler else frozenset(),
+        adapt=_adaptation(config.kl),
+        minibatches=config.minibatches,
+        epochs=config.epochs,
+        group_size=config.group_size,
+        greedy_baseline="greedy" in config.reads,
+        exempt=_exemptions(config),
+    )
+
+
+def build_mixture(section: Mixture) -> Transform:
+    return partial(mixture, parts=tuple((construct(part), float(getattr(part, "weight", 1.0))) for part in section.parts))
+
+
+def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
+    """Ratios against what the sampler recorded, which costs no pass."""
+    return batch.fill_tokens(old_logprobs=batch.rollout_logprobs_T)
+
+
+def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
+    """With one optimizer step a batch, and nobody else to read them, old logprobs are the update's own first forward."""
+    several = config.minibatches * config.epochs > 1
+    read = config.correction is not None or config.kl.place == "reward" or "old_logprobs" in config.reads
+    if config.old_logprobs == "sampler" or not (several or read):
+        return ()
+    return (Pass("policy", "logprobs", "old_logprobs"),)
+
+
+def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
+    weighting: Weighting = (
+        WEIGHTINGS[config.weighting] if config.fixed_length is None else partial(fixed_length, length=config.fixed_length)
+    )
+    ratios = frozenset({"logprobs", "old_logprobs"})
+    level: Literal["token", "sequence"] = getattr(config.loss, "level", "token")
+    loss: TermFunction = construct(config.loss)
+    if config.correction is not None:
+        loss = partial(corrected, fn=loss, level=level)
+    terms = [Term("policy_gradient", loss, weighting, level=level, needs=ratios)]
+    kl = config.kl
+    if kl.coef > 0 and kl.place == "loss":
+        penalty: TermFunction = partial(kl_penalty, objective=kl.objective, estimator=kl.estimator or "k3")
+        if config.correction is not None and level == "token":
+            penalty = partial(corrected, fn=penalty)
+        terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))
+    if config.entropy_coef > 0:
+        terms.append(Term("entropy", entropy_bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef))
+    if config.positive_nll_coef > 0:
+        positive = partial(positive_mean, above=config.positive_nll_above)
+        terms.append(Term("positive_nll", nll, positive, coef=config.positive_nll_coef))
+    return tuple(terms)
+
+
+def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
+    """Shaping, the KL in the reward, the estimator; then filters, and what is done to advantages."""
+    steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
+    steps += [construct(part) for part in config.shaping]
+    if config.kl.coef > 0 and config.kl.place == "reward":
+        steps.append(partial(kl_in_reward, coef=config.kl.coef))
+    steps.append(construct(config.advantage))
+    if config.equal_rewards == "drop":
+        steps.append(drop_equal_rewards)
+    if config.truncated == "drop":
+        steps.append(drop_truncated)
+    if config.correction is not None:
+        steps.append(partial(correct, **dict(config.correction)))
+    if config.whiten:
+        steps.append(whiten)
+    if config.advantage_clip is not None:
+        steps.append(partial(clip_advantages, limit=config.advantage_clip))
+    return tuple(steps)
+
+
+def _adaptation(kl: KLConfig) -> Any:
+    if kl.coef == 0 or kl.target is None:
+        return no_adaptation
+    metric = "policy/kl/kl" if kl.place == "loss" else "batch/kl/kl"
+    return partial(adapt_coef, coef=kl.coef, metric=metric, target=kl.target, rate=kl.rate)
+
+
+def adapt_coef(state: AlgoState, metrics: Mapping[str, float], *, coef: float, metric: str, target: float, rate: float) -> None:
+    """The KL coefficient of the next step. A step without anything to measure leaves it."""
+    if metric in metrics:
+        state.numbers[COEF] = adapt_kl(state.numbers.get(COEF, coef), metrics[metric], target=target, rate=rate)
+
+
+def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:
+    """What the parts say, and what options of the algorithm take away."""
+    parts: tuple[Section, ...] = (*config.estimators, *config.shaping, config.loss)
+    exempt: dict[str, str] = {}
+    for part in parts:
+        exempt |= getattr(part, "exempt", {})
+    return exempt

@@ -1,0 +1,58 @@
+"""Preference algorithms from their configuration."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ratchet.algorithms.base import Algorithm, Pass, Role, Term
+from ratchet.algorithms.config.preference import KTOConfig, PreferenceConfig
+from ratchet.algorithms.losses.base import nll
+from ratchet.algorithms.losses.preference import kto, kto_reference_point
+from ratchet.algorithms.weightings import chosen_mean, prompt_mean, sequence_mean
+from ratchet.config.kinds import bind
+
+PAIR = {
+    "isolated": "a pair is one datum: the loss compares its two rows",
+    "on_policy": "no policy gradient: answers are given, not sampled",
+    "equal_rewards": "no advantages: the order of a pair is the signal",
+    "lone_attempt": "a group is a pair, and any other is refused",
+}
+LABELLED = {
+    "isolated": "the reference point z0 is one statistic of the whole batch",
+    "on_policy": "no policy gradient: answers are given, not sampled",
+    "equal_rewards": "no advantages: each row's label is its signal",
+    "lone_attempt": "each labelled row is a datum of its own",
+}
+
+
+def build_pairs(config: PreferenceConfig) -> Algorithm:
+    coef = float(getattr(config, "odds_coef", 1.0))
+    terms = [Term("preference", bind(config), prompt_mean, level="group", coef=coef)]
+    if config.sft_coef > 0:
+        terms.append(Term("nll", nll, chosen_mean, coef=config.sft_coef))
+    return Algorithm(
+        name=config.called,
+        source=config.source,
+        losses={"policy": tuple(terms)},
+        passes=(Pass("reference", "logprobs", "ref_logprobs"),) if config.needs_reference else (),
+        roles={"reference": Role()} if config.needs_reference else {},
+        minibatches=config.minibatches,
+        epochs=config.epochs,
+        exempt=PAIR,
+    )
+
+
+def build_kto(config: KTOConfig) -> Algorithm:
+    loss = partial(kto, beta=config.beta, desirable=config.desirable, undesirable=config.undesirable)
+    return Algorithm(
+        name=config.called,
+        source=config.source,
+        losses={"policy": (Term("kto", loss, sequence_mean, level="sequence"),)},
+        passes=(Pass("policy", "logprobs", "old_logprobs"), Pass("reference", "logprobs", "ref_logprobs")),
+        roles={"reference": Role()},
+        advantage=kto_reference_point,
+        minibatches=config.minibatches,
+        epochs=config.epochs,
+        reference_rows=True,
+        exempt=LABELLED,
+    )

@@ -1,0 +1,43 @@
+"""Reward models from their configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ratchet.algorithms.base import Algorithm, Term
+from ratchet.algorithms.config.base import AlgorithmConfig
+from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward, score_regression
+from ratchet.algorithms.preference import PAIR
+from ratchet.algorithms.weightings import prompt_mean, sequence_mean, step_mean
+
+SCORED = {
+    "on_policy": "no policy gradient: answers are given, not sampled",
+    "equal_rewards": "no advantages: each row's score is its target",
+    "lone_attempt": "each row is a datum of its own",
+}
+
+
+def build_bradley_terry(config: AlgorithmConfig) -> Algorithm:
+    term = Term("bradley_terry", bradley_terry, prompt_mean, level="group", needs=frozenset({"scores"}))
+    return _algorithm(config, term, exempt=PAIR)
+
+
+def build_regression(config: AlgorithmConfig) -> Algorithm:
+    term = Term("regression", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"}))
+    return _algorithm(config, term, exempt=SCORED)
+
+
+def build_process(config: AlgorithmConfig) -> Algorithm:
+    term = Term("process", process_reward, step_mean, needs=frozenset({"token_scores"}))
+    return _algorithm(config, term, exempt=SCORED)
+
+
+def _algorithm(config: AlgorithmConfig, term: Term, **more: Any) -> Algorithm:
+    return Algorithm(
+        name=config.called,
+        source=config.source,
+        losses={"policy": (term,)},
+        minibatches=config.minibatches,
+        epochs=config.epochs,
+        **more,
+    )

@@ -1,0 +1,104 @@
+"""Reward shaping: pure functions before the estimator. They act on the reward of scored rows, baseline rows included.
+
+S = sequences, A = attempts. |y| = policy tokens of an attempt, over all its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ratchet.algorithms.advantages.common import attempts_of, mean_by, std_by, sum_by, whole
+from ratchet.algorithms.advantages.group import require_parts
+from ratchet.algorithms.base import AlgoState
+from ratchet.batch import Batch
+
+
+def answer_lengths(batch: Batch) -> Tensor:
+    """|y| of each row's attempt, float64 [S]."""
+    keys = torch.stack([batch.group_S, batch.attempt_S], dim=1)
+    pairs, attempt_S = torch.unique(keys, dim=0, return_inverse=True)
+    written_S = batch.sequence_sum((batch.turn_T >= 0).double())
+    return sum_by(attempt_S, written_S, len(pairs))[attempt_S]
+
+
+def overlong_penalty(batch: Batch, state: AlgoState, *, max_length: int, buffer: int, factor: float = 1.0) -> Batch:
+    """r += factor * p: p = 0 up to max_length - buffer tokens, from there falling linearly to -1 at max_length, and -1 beyond.
+    DAPO (arXiv:2503.14476) eq. 13."""
+    over_S = (answer_lengths(batch) - (max_length - buffer)) / buffer
+    return _with(batch, batch.rewards_S - factor * over_S.clamp(0, 1))
+
+
+def stop_properly(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
+    """A truncated row earns min(r, coef * r), 0 <= coef <= 1: no more than the share `coef` of what it would have."""
+    cut_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
+    return _with(batch, torch.where(batch.truncated_S, cut_S, batch.rewards_S))
+
+
+def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0) -> Batch:
+    """r -= coef * max(0, |y| - free)."""
+    return _with(batch, batch.rewards_S - coef * (answer_lengths(batch) - free).clamp(min=0))
+
+
+def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
+    """r *= factor, the rewards of turns too."""
+    return replace(_with(batch, factor * batch.rewards_S), turn_rewards_T=factor * batch.turn_rewards_T)
+
+
+def clip_rewards(batch: Batch, state: AlgoState, *, low: float | None = None, high: float | None = None) -> Batch:
+    return _with(batch, batch.rewards_S.clamp(low, high))
+
+
+def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, float]) -> Batch:
+    """r = sum of weight * part; a part that a row lacks is 0. Raises ConfigError where no row of the batch has such a part."""
+    if not batch.n_sequences:
+        return batch
+    names = [name.removeprefix("reward/") for name in batch.sequence_columns if name.startswith("reward/")]
+    require_parts(names, weights)
+    total_S = sum(weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items())
+    return _with(batch, torch.where(batch.scored_S, total_S, torch.nan))
+
+
+def normalise_rewards(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    over: Literal["group", "batch", "running"],
+    center: bool = True,
+    epsilon: float = 1e-6,
+) -> Batch:
+    """r = (r - mean) / (std + epsilon), statistics over scored training attempts: of the row's group, of the batch, or of all
+    batches so far (Welford, in `state`). ddof 1; equal rewards, or a lone one, are only centred. center=False: only scaled."""
+    attempts = attempts_of(batch)
+    rewards_A = attempts.rewards_A
+    if over == "running":
+        mean, std = _running(state, rewards_A)
+        mean_S, std_S = torch.full_like(batch.rewards_S, mean), torch.full_like(batch.rewards_S, std)
+    else:
+        by, row_S = attempts.groups, batch.group_S
+        if over == "batch":
+            by, row_S = whole(rewards_A), torch.zeros_like(batch.group_S)
+        mean_S, std_S = mean_by(by, rewards_A)[row_S], std_by(by, rewards_A)[row_S]
+    divisor_S = torch.where(std_S > 0, std_S + epsilon, 1.0)
+    return _with(batch, (batch.rewards_S - (mean_S if center else 0.0)) / divisor_S)
+
+
+def _running(state: AlgoState, new: Tensor) -> tuple[float, float]:
+    """(mean, std) of all rewards so far: Chan et al.'s pairwise update of count, mean and sum of squared deviations."""
+    numbers = state.numbers
+    count, mean, m2 = (numbers.get(f"reward_{name}", 0.0) for name in ("count", "mean", "m2"))
+    if len(new):
+        added, new_mean = float(len(new)), float(new.mean())
+        gap, total = new_mean - mean, count + added
+        m2 += float((new - new_mean).square().sum()) + gap**2 * count * added / total
+        mean, count = mean + gap * added / total, total
+        numbers |= {"reward_count": count, "reward_mean": mean, "reward_m2": m2}
+    return mean, (m2 / (count - 1)) ** 0.5 if count > 1 else 0.0
+
+
+def _with(batch: Batch, rewards_S: Tensor) -> Batch:
+    return replace(batch, rewards_S=torch.where(batch.scored_S, rewards_S, torch.nan))
