@@ -19,7 +19,7 @@ from oracles.cases import column, gradient, groups, outputs
 from oracles.ragged import Row
 from torch import Tensor
 
-from ratchet.algorithms.losses import kl_penalty
+from ratchet.algorithms.kl import kl_penalty
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 

@@ -1,5 +1,5 @@
 """Supervised and surrogate losses: value and gradient against `oracles.losses`, and by hand. The KL terms are in
-`test_kl_penalty.py`.
+`test_kl_penalty.py`, the other policy losses in `test_policy_losses.py`, the critic's in `test_value_loss.py`.
 
 T = all tokens laid end to end.
 """
@@ -20,9 +20,10 @@ from oracles.cases import VOCAB, bigram, column, gradient, groups, kept, leaf, o
 from oracles.ragged import Ragged, Row, weights_of
 from torch import Tensor
 
-from ratchet.algorithms.advantages import group_relative
+from ratchet.algorithms.advantages.group import group_relative
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.losses import clipped_surrogate, entropy_bonus, nll
+from ratchet.algorithms.losses.base import entropy_bonus, nll
+from ratchet.algorithms.losses.policy import clipped_surrogate
 from ratchet.algorithms.weightings import fixed_length, prompt_mean, sequence_mean, token_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
@@ -40,7 +41,7 @@ close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
 def weigh(batch: Batch, *terms: Term) -> Batch:
-    return Algorithm("test", {"policy": terms}, "rollouts").weigh(batch)
+    return Algorithm("test", {"policy": terms}, "rollouts").weigh(batch, AlgoState())
 
 
 def times(a: Ragged, b: Ragged) -> Ragged:

@@ -44,3 +44,25 @@ def clipped_surrogate(
         values.append([value for value, _ in pairs])
         slopes.append([slope for _, slope in pairs])
     return values, slopes
+
+
+def value_token(value: float, old_value: float, target: float, *, clip: float | None = None) -> tuple[float, float]:
+    """(x, dx/dvalue) of half the squared error; with a clip, PPO's: the larger of the errors of the value and of the value
+    held within `clip` of the old one (the reference code of arXiv:1707.06347). Held at a bound it has slope 0."""
+    error = value - target
+    if clip is None:
+        return 0.5 * error**2, error
+    held = min(max(value, old_value - clip), old_value + clip)
+    if error**2 >= (held - target) ** 2:
+        return 0.5 * error**2, error
+    return 0.5 * (held - target) ** 2, 0.0
+
+
+def value_loss(values: Ragged, old_values: Ragged, targets: Ragged, *, clip: float | None = None) -> tuple[Ragged, Ragged]:
+    """`value_token` of every token."""
+    x, slopes = [], []
+    for new, old, target in zip(values, old_values, targets, strict=True):
+        pairs = [value_token(v, o, r, clip=clip) for v, o, r in zip(new, old, target, strict=True)]
+        x.append([value for value, _ in pairs])
+        slopes.append([slope for _, slope in pairs])
+    return x, slopes
