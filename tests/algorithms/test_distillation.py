@@ -1,0 +1,288 @@
+"""Divergences from a teacher: value and gradient against `oracles.distillation`, by enumeration and by hand.
+
+T = all tokens laid end to end, K = teacher's tokens with a column, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import categorical, distillation
+from oracles import ragged as oracle
+from oracles.cases import gradient, groups, kept, rollouts
+from oracles.preference_cases import check_metrics
+from oracles.ragged import Row, weights_of
+from torch import Tensor
+
+from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.losses.distillation import Objective, divergence
+from ratchet.algorithms.weightings import token_mean
+from ratchet.batch import Batch
+from ratchet.data.packing import pack
+from ratchet.interfaces import Outputs
+
+V = 6
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+LN2 = math.log(2)
+LOGITS = st.lists(st.floats(-3, 3), min_size=V, max_size=V)
+MIXES = st.sampled_from([0.1, 0.5, 0.9])
+KS = st.integers(1, V - 1)
+near = partial(pytest.approx, rel=1e-10, abs=1e-10)
+
+
+def top(log_p: list[float], k: int) -> list[int]:
+    return sorted(range(len(log_p)), key=lambda v: -log_p[v])[:k]
+
+
+def one_token() -> Batch:
+    """A prompt token, and one that trains."""
+    return pack(groups([Row("g", 0, [0, 1], [False, True], "unjudged")]))
+
+
+def filled(batch: Batch, ids: list[list[int]], teacher: list[list[float]]) -> Batch:
+    return batch.fill_tokens(
+        teacher_ids=torch.tensor(ids, dtype=torch.int64), teacher_topk_logprobs=torch.tensor(teacher, dtype=torch.float64)
+    )
+
+
+def at_one_token(teacher: list[float], student: Tensor, ids: list[int], **options) -> Tensor:
+    """x of one token, from both logprobs [K]. Where no token trains, learners leave zeros: K certain outcomes at once."""
+    nothing = [0.0] * len(ids)
+    batch = filled(one_token(), [[0] * len(ids), ids], [nothing, teacher])
+    topk_TK = torch.stack([torch.zeros_like(student), student])
+    x_T, metrics = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, **options)
+    assert x_T.shape == (2,)
+    check_metrics({name: metric[1:] for name, metric in metrics.items()}, x_T[1:])
+    return x_T[1]
+
+
+def by_logprobs(teacher: list[float], student: list[float], **options) -> tuple[float, list[float]]:
+    leaf = torch.tensor(student, dtype=torch.float64, requires_grad=True)
+    x = at_one_token(teacher, leaf, list(range(len(teacher))), **options)
+    return x.item(), gradient(x, leaf).tolist()
+
+
+def by_logits(log_p: list[float], z: list[float], ids: list[int], **options) -> tuple[float, list[float]]:
+    logits = torch.tensor(z, dtype=torch.float64, requires_grad=True)
+    x = at_one_token([log_p[v] for v in ids], torch.log_softmax(logits, 0)[ids], ids, **options)
+    return x.item(), gradient(x, logits).tolist()
+
+
+# --- K tokens and a bucket
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(z_teacher=LOGITS, z=LOGITS, k=KS, mix=MIXES)
+def test_value_and_gradient_equal_the_oracle(objective: Objective, z_teacher: list[float], z: list[float], k: int, mix: float):
+    """By the logprobs of the K tokens, through the bucket too: what they gain it loses."""
+    log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
+    ids = top(log_p, k)
+    teacher, student = [log_p[v] for v in ids], [log_q[v] for v in ids]
+    x, slopes = distillation.divergence(objective, teacher, student, mix=mix, bucket=True)
+    found, slope_K = by_logprobs(teacher, student, objective=objective, mix=mix)
+    assert found == near(x)
+    assert slope_K == near(slopes)
+
+
+@st.composite
+def students(draw: st.DrawFn) -> tuple[list[Row], int, list[list[float]], list[list[float]]]:
+    """(rows, K, the teacher's logits by token, the student's)."""
+    rows = draw(rollouts())
+    rows = kept(rows, rows)
+    n = sum(len(row.tokens) for row in rows)
+    tables = st.lists(LOGITS, min_size=n, max_size=n)
+    return rows, draw(KS), draw(tables), draw(tables)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(case=students(), mix=MIXES)
+def test_a_term_on_ragged_batches_equals_the_oracle(objective: Objective, case, mix: float):
+    rows, k, z_teacher, z = case
+    if not rows:
+        return
+    masks = [m for row in rows for m in row.mask]
+    ids, teacher, student, x, slopes = [], [], [], [], []
+    for trains, z_p, z_q in zip(masks, z_teacher, z, strict=True):
+        log_p, log_q = categorical.log_softmax(z_p), categorical.log_softmax(z_q)
+        ids.append(top(log_p, k))
+        teacher.append([log_p[v] if trains else 0.0 for v in ids[-1]])
+        student.append([log_q[v] if trains else 0.0 for v in ids[-1]])
+        value, slope = (
+            distillation.divergence(objective, teacher[-1], student[-1], mix=mix, bucket=True) if trains else (0.0, [0.0] * k)
+        )
+        x.append(value)
+        slopes.append(slope)
+    lengths = [len(row.tokens) for row in rows]
+    ragged = [x[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(rows))]
+    weights = [w for row in weights_of(oracle.token_mean, rows) for w in row]
+
+    term = Term("distill", partial(divergence, objective=objective, mix=mix), token_mean, needs=frozenset({"topk_logprobs"}))
+    batch = filled(Algorithm("test", {"policy": (term,)}, "rollouts").weigh(pack(groups(rows)), AlgoState()), ids, teacher)
+    topk_TK = torch.tensor(student, dtype=torch.float64, requires_grad=True)
+    loss, metrics = term(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch)
+    assert loss.item() == near(oracle.token_mean(rows, ragged))
+    expected = [[w * s for s in slope] for w, slope in zip(weights, slopes, strict=True)]
+    torch.testing.assert_close(gradient(loss, topk_TK), torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+    assert all(not metric.requires_grad and metric.isfinite() for metric in metrics.values())
+
+
+# --- by hand: teacher (1/2, 1/4; 1/4 in the bucket), student (1/4, 1/4; 1/2 in the bucket)
+
+TEACHER, STUDENT = [-LN2, -2 * LN2], [-2 * LN2, -2 * LN2]
+L43 = math.log(4 / 3)
+L23 = math.log(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("objective", "mix", "x", "slopes"),
+    [
+        # ln(2) / 2 + 0 - ln(2) / 4; q_k (-p_k / q_k + 1/2)
+        ("forward", 0.5, LN2 / 4, [-3 / 8, -1 / 8]),
+        # -ln(2) / 4 + 0 + ln(2) / 2; q_k (log(q_k / p_k) - ln 2)
+        ("reverse", 0.5, LN2 / 4, [-LN2 / 2, -LN2 / 4]),
+        # m = (3/8, 1/4; 3/8). (ln(4/3) / 2 + ln(2/3) / 4) / 2 from either side; q_k / 2 (log(q_k / m_k) - ln(4/3))
+        ("js", 0.5, L43 / 2 + L23 / 4, [(L23 - L43) / 8, -L43 / 8]),
+        # the same m; q_k / 2 (-p_k / m_k + 2/3)
+        ("skewed_forward", 0.5, L43 / 2 + L23 / 4, [(-4 / 3 + 2 / 3) / 8, (-1 + 2 / 3) / 8]),
+        # the same m; q_k (log(q_k / m_k) - q_k / (2 m_k) - ln(4/3) + (1/2) (4/3))
+        ("skewed_reverse", 0.5, L23 / 4 + L43 / 2, [(L23 - 1 / 3 - L43 + 2 / 3) / 4, (-1 / 2 - L43 + 2 / 3) / 4]),
+        # a quarter of forward, three of reverse
+        ("mixed", 0.25, LN2 / 4, [(-3 / 8 - 3 * LN2 / 2) / 4, (-1 / 8 - 3 * LN2 / 4) / 4]),
+    ],
+)
+def test_two_tokens_and_a_bucket_by_hand(objective: Objective, mix: float, x: float, slopes: list[float]):
+    found, slope_K = by_logprobs(TEACHER, STUDENT, objective=objective, mix=mix)
+    assert found == near(x)
+    assert slope_K == near(slopes)
+
+
+# --- the whole vocabulary
+
+
+@pytest.mark.parametrize("all_columns", [True, False], ids=["told so", "with an empty bucket"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(z_teacher=LOGITS, z=LOGITS, mix=MIXES)
+def test_over_the_whole_vocabulary_it_is_the_divergence_itself(
+    objective: Objective, all_columns: bool, z_teacher, z, mix: float
+):
+    log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
+    x, slopes = distillation.by_logits(objective, log_p, log_q, mix=mix)
+    found, slope_V = by_logits(log_p, z, top(log_p, V), objective=objective, mix=mix, all_columns=all_columns)
+    assert found == near(x)
+    assert slope_V == near(slopes)
+
+
+@given(z_teacher=LOGITS, z=LOGITS)
+def test_over_the_whole_vocabulary_the_two_kls_have_their_known_gradients(z_teacher: list[float], z: list[float]):
+    log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
+    x, slope_V = by_logits(log_p, z, list(range(V)), objective="forward", all_columns=True)
+    assert (x, slope_V) == (near(categorical.kl(log_p, log_q)), near(categorical.forward_kl_gradient(log_q, log_p)))
+    x, slope_V = by_logits(log_p, z, list(range(V)), objective="reverse", all_columns=True)
+    assert (x, slope_V) == (near(categorical.kl(log_q, log_p)), near(categorical.reverse_kl_gradient(log_q, log_p)))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(z_teacher=LOGITS, z=LOGITS, mix=MIXES)
+def test_more_tokens_never_show_less_and_all_show_everything(objective: Objective, z_teacher, z, mix: float):
+    """A bucket hides differences within it: splitting it can only raise a divergence (data processing inequality)."""
+    log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
+    found = [by_logits(log_p, z, top(log_p, k), objective=objective, mix=mix)[0] for k in range(1, V + 1)]
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(found))
+    assert found[0] >= -1e-12
+    full = distillation.by_logits(objective, log_p, log_q, mix=mix)[0]
+    # A bucket that holds a single token hides nothing: the last two are equal already.
+    assert found[-2:] == near([full, full])
+
+
+# --- how the objectives relate
+
+
+@pytest.mark.parametrize("k", [1, 3, V])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(z=LOGITS, mix=MIXES)
+def test_an_identical_teacher_teaches_nothing(objective: Objective, k: int, z: list[float], mix: float):
+    log_p = categorical.log_softmax(z)
+    x, slope_V = by_logits(log_p, z, top(log_p, k), objective=objective, mix=mix)
+    assert x == pytest.approx(0, abs=1e-12)
+    assert slope_V == pytest.approx([0] * V, abs=1e-12)
+
+
+@given(z_teacher=LOGITS, z=LOGITS, k=KS)
+def test_js_is_symmetric_at_one_half(z_teacher: list[float], z: list[float], k: int):
+    log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
+    ids = top(log_p, k)
+    there = by_logits(log_p, z, ids, objective="js", mix=0.5)[0]
+    assert there == near(by_logits(log_q, z_teacher, ids, objective="js", mix=0.5)[0])
+    assert there <= LN2 + 1e-12
+
+
+@given(z_teacher=LOGITS, z=LOGITS, k=KS)
+def test_the_mixed_and_the_skewed_have_the_plain_ones_as_ends(z_teacher: list[float], z: list[float], k: int):
+    log_p = categorical.log_softmax(z_teacher)
+    find = partial(by_logits, log_p, z, top(log_p, k))
+    forward, reverse = find(objective="forward"), find(objective="reverse")
+    for plain, other, mix in [
+        (forward, "mixed", 1.0),
+        (reverse, "mixed", 0.0),
+        (forward, "skewed_forward", 0.0),
+        (reverse, "skewed_reverse", 0.0),
+    ]:
+        x, slope_V = find(objective=other, mix=mix)
+        assert (x, slope_V) == (near(plain[0]), near(plain[1]))
+
+
+@given(z_teacher=LOGITS, z=LOGITS, k=KS)
+def test_js_tends_to_the_two_kls_at_its_ends(z_teacher: list[float], z: list[float], k: int):
+    """arXiv:2306.13649 section 2: js / mix -> forward as mix -> 0, and js / (1 - mix) -> reverse as mix -> 1."""
+    log_p = categorical.log_softmax(z_teacher)
+    find = partial(by_logits, log_p, z, top(log_p, k))
+    small = 1e-6
+    assert find(objective="js", mix=small)[0] / small == pytest.approx(find(objective="forward")[0], rel=1e-2, abs=1e-2)
+    assert find(objective="js", mix=1 - small)[0] / small == pytest.approx(find(objective="reverse")[0], rel=1e-2, abs=1e-2)
+
+
+# --- edges
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("k", [1, 2, V])
+def test_peaked_distributions_stay_finite(objective: Objective, dtype: torch.dtype, k: int):
+    """The K tokens hold all the mass up to rounding, on one side or on both: the bucket is then empty, not negative."""
+    flat, peaked, other = [0.0] * V, [40.0, 20.0, 0.0, -1.0, -2.0, -3.0], [20.0, 40.0, 0.0, -3.0, -2.0, -1.0]
+    for z_teacher, z in [(peaked, peaked), (peaked, other), (peaked, flat), (flat, peaked)]:
+        log_p = torch.log_softmax(torch.tensor(z_teacher, dtype=dtype), 0)
+        logits = torch.tensor(z, dtype=dtype, requires_grad=True)
+        ids = top(log_p.tolist(), k)
+        batch = one_token().to("cpu", dtype)
+        batch = batch.fill_tokens(teacher_ids=torch.tensor([[0] * k, ids]), teacher_topk_logprobs=log_p[ids].expand(2, k))
+        topk_TK = torch.stack([torch.zeros(k, dtype=dtype), torch.log_softmax(logits, 0)[ids]])
+        x_T, _ = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, objective=objective)
+        slope_V = gradient(x_T[1], logits)
+        assert x_T[1].isfinite()
+        assert bool(slope_V.isfinite().all())
+        assert slope_V.abs().max() < 100
+        if z_teacher is z:
+            assert x_T[1].item() == pytest.approx(0, abs=1e-5)
+            assert slope_V.tolist() == pytest.approx([0] * V, abs=1e-5)
+
+
+@pytest.mark.parametrize("k", [2, V])
+def test_single_precision_is_near_double(k: int):
+    """What a bucket holds is 1 less a sum near 1: single precision must not turn it into noise."""
+    z_teacher, z = [8.0, 6.0, 0.0, -1.0, -2.0, -3.0], [6.0, 7.0, 1.0, -3.0, -2.0, -1.0]
+    log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
+    ids = top(log_p, k)
+    for objective in OBJECTIVES:
+        x, _ = distillation.divergence(objective, [log_p[v] for v in ids], [log_q[v] for v in ids], mix=0.5, bucket=k < V)
+        batch = filled(one_token(), [[0] * k, ids], [[0.0] * k, [log_p[v] for v in ids]]).to("cpu", torch.float32)
+        topk_TK = torch.tensor([[0.0] * k, [log_q[v] for v in ids]], dtype=torch.float32)
+        x_T, _ = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, objective=objective)
+        assert x_T[1].item() == pytest.approx(x, rel=1e-3, abs=1e-4)
