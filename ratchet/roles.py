@@ -37,12 +37,13 @@ def make_roles(
     section: of the learners. steps: batches of the stage. Raises ConfigError for a teacher with another vocabulary.
     """
     total = steps * algorithm.updates_per_batch
-    device = next(model.parameters()).device
+    first = next(model.parameters())
+    device, dtype = first.device, first.dtype
 
     def learner(name: str, role: Role, body: PolicyModel) -> Learner:
         trains = name in algorithm.losses
         own = optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
-        head = ScalarHead(body.hidden_size).to(device) if SCALARS & algorithm.needs_of(name) else None
+        head = ScalarHead(body.hidden_size).to(device, dtype) if SCALARS & algorithm.needs_of(name) else None
         return construct(
             section,
             body if trains else body.requires_grad_(False),

@@ -79,7 +79,7 @@ async def main() -> None:
         rt.OptimizerConfig(lr=1e-4),
         seed=options.seed,
     )
-    algorithm = rt.build_grpo(rt.GRPOConfig(group_size=options.group_size))
+    algorithm = rt.construct(rt.GRPOConfig(group_size=options.group_size))
     run = rt.make_run(policy, rt.Arena(TokenPrompts(usable), rt.as_reward(reward)), algorithm, plan)
     metrics: list[dict[str, Any]] = []
     marks = [time.perf_counter()]

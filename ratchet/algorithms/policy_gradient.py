@@ -11,7 +11,7 @@ from ratchet.algorithms.base import Algorithm, AlgoState, Pass, Role, Term, Term
 from ratchet.algorithms.config.advantages import Mixture
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
-from ratchet.algorithms.correction import correct, corrected
+from ratchet.algorithms.correction import corrected
 from ratchet.algorithms.filters import drop_equal_rewards, drop_truncated
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_reward, kl_penalty
 from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
@@ -116,7 +116,7 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     if config.truncated == "drop":
         steps.append(drop_truncated)
     if config.correction is not None:
-        steps.append(partial(correct, **dict(config.correction)))
+        steps.append(construct(config.correction))
     if config.whiten:
         steps.append(whiten)
     if config.advantage_clip is not None:

@@ -8,8 +8,8 @@ from ratchet.algorithms.base import Algorithm, Pass, Role, Term
 from ratchet.algorithms.config.preference import KTOConfig, PreferenceConfig
 from ratchet.algorithms.losses.base import nll
 from ratchet.algorithms.losses.preference import kto, kto_reference_point
+from ratchet.algorithms.parts import bind
 from ratchet.algorithms.weightings import chosen_mean, prompt_mean, sequence_mean
-from ratchet.config.kinds import bind
 
 PAIR = {
     "isolated": "a pair is one datum: the loss compares its two rows",

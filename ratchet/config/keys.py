@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,12 +33,14 @@ class Key:
         return self.path.rpartition(".")[2]
 
     @property
-    def shown(self) -> str:
+    def written(self) -> str:
         """As a recipe may write it: a stage's key at the top, where it is the default of all stages."""
-        parts = self.path.removeprefix(f"{STAGES}.").split(".")
-        kinds = [part.partition("[")[2].rstrip("]") for part in parts if "[" in part]
-        path = ".".join(part.partition("[")[0] for part in parts)
-        return f"'{path}'" + (f" (kind {kinds[0]})" if kinds else "")
+        return re.sub(r"\[.*?\]", "", self.path.removeprefix(f"{STAGES}."))
+
+    @property
+    def kinds(self) -> str:
+        """Those that the sections around it must have, outermost first."""
+        return ", ".join(re.findall(r"\[(.*?)\]", self.path))
 
 
 def slot_of(field: FieldInfo) -> Slot | None:

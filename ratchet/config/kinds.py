@@ -144,7 +144,7 @@ def section_class(slot: str, kind: str) -> type[Section]:
     if ":" in kind:
         made = _of_import_path(slot, kind)
     elif kind in KINDS[slot]:
-        made = _imported(KINDS[slot][kind])
+        made = imported(KINDS[slot][kind])
     else:
         raise ConfigError(_unknown(slot, kind))
     missing = {name: spec for name, spec in PLACE_FIELDS.get(slot, {}).items() if name not in made.model_fields}
@@ -166,15 +166,7 @@ def with_kind(slot: str, section: Section) -> Section:
 
 def construct(section: Section, /, *arguments: Any, **named: Any) -> Any:
     """Calls what the section's `builds` ("module:callable") names, with the section first."""
-    return _imported(section.builds)(section, *arguments, **named)
-
-
-def bind(section: Any) -> Callable[..., Any]:
-    """What `builds` of a section with a `function` names: that function, with the section's keys as keyword arguments."""
-    function = _imported(section.function)
-    return partial(
-        function, **{name: getattr(section, name) for name in inspect.signature(function).parameters if hasattr(section, name)}
-    )
+    return imported(section.builds)(section, *arguments, **named)
 
 
 def _unknown(slot: str, kind: str) -> str:
@@ -192,7 +184,7 @@ def _as_path(kind: str) -> str:
 # --- kinds given by import path
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
     """Raises ConfigError with the reason. Other errors of the user's own module keep their traceback."""
     module, _, name = path.partition(":")
     try:
@@ -209,7 +201,7 @@ def _imported(path: str) -> Any:
 
 
 def _of_import_path(slot: str, kind: str) -> type[Section]:
-    target = _imported(kind)
+    target = imported(kind)
     if _is_section(target):
         return target
     if not callable(target):
@@ -243,7 +235,7 @@ class Unpacked(Section):
 def call_unpacked(section: Unpacked, *context: Any, **named: Any) -> Any:
     """What `builds` of an `Unpacked` section names. The context that built-in kinds get is not for it."""
     values = {name: getattr(section, name) for name in section.parameters}
-    target = _imported(section.target)
+    target = imported(section.target)
     return partial(target, **values) if section.binds else target(**values)
 
 

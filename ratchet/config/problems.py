@@ -179,5 +179,11 @@ def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
 
 
 def _listed(found: Sequence[Key]) -> str:
-    shown = list(dict.fromkeys(k.shown for k in found))
+    """The least nested of them, with the kind that has it, unless several have."""
+    depth = min(k.written.count(".") for k in found)
+    kinds: dict[str, set[str]] = {}
+    for k in found:
+        if k.written.count(".") == depth:
+            kinds.setdefault(k.written, set()).add(k.kinds)
+    shown = [f"'{path}'" + (f" (kind {min(of)})" if len(of) == 1 and min(of) else "") for path, of in kinds.items()]
     return " or ".join(shown[:3]) + (" ..." if len(shown) > 3 else "")

@@ -19,25 +19,33 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState
-from ratchet.algorithms.config import GRPOConfig
-from ratchet.algorithms.grpo import build_grpo
+from ratchet.algorithms.config.advantages import GroupRelative
+from ratchet.algorithms.config.policy_gradient import DAPOConfig, DrGRPOConfig, GRPOConfig, PolicyGradientConfig
+from ratchet.algorithms.config.policy_losses import PPO
+from ratchet.algorithms.policy_gradient import build
 from ratchet.batch import Batch
+from ratchet.config.kinds import construct, resolve
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 
 PAPERS = [
-    pytest.param({"weighting": "sequence_mean"}, oracle.sequence_mean, (), id="GRPO"),
-    pytest.param({"weighting": "token_mean", "clip_high": 0.28}, oracle.token_mean, (), id="DAPO"),
+    pytest.param(GRPOConfig(weighting="sequence_mean"), oracle.sequence_mean, (), id="GRPO"),
+    pytest.param(DAPOConfig(equal_rewards="keep"), oracle.token_mean, (), id="DAPO"),
+    pytest.param(DrGRPOConfig(fixed_length=7), oracle.fixed_length, (7,), id="Dr. GRPO"),
     pytest.param(
-        {"weighting": "fixed_length", "fixed_length": 7, "advantage_scale": "none"}, oracle.fixed_length, (7,), id="Dr. GRPO"
+        GRPOConfig(weighting="prompt_mean", loss=PPO(dual_clip=3.0)), oracle.prompt_mean, (), id="prompt mean, dual clip"
     ),
-    pytest.param({"weighting": "prompt_mean", "dual_clip": 3.0}, oracle.prompt_mean, (), id="prompt mean, dual clip"),
 ]
+
+
+def grpo(**options) -> Algorithm:
+    """Keys as in a recipe."""
+    return construct(resolve("algorithm", {"kind": "grpo", **options}))
 
 
 def prepare(algo: Algorithm, rows: list[Row]) -> Batch:
     batch = pack(groups(rows)).fill_tokens(ref_logprobs=column([row.ref_logprobs for row in rows]))
-    return algo.weigh(algo.advantage(batch, AlgoState()))
+    return algo.weigh(algo.advantage(batch, AlgoState()), AlgoState())
 
 
 def total(algo: Algorithm, rows: list[Row], logprobs_T: Tensor, entropy_T: Tensor | None = None) -> Tensor:
@@ -50,23 +58,25 @@ def with_references(rows: list[Row]) -> list[Row]:
     return [replace(r, ref_logprobs=[0.9 * lp - 0.05 if lp else 0.0 for lp in r.old_logprobs]) for r in rows]
 
 
-def surrogate(rows: list[Row], options: dict) -> tuple[Ragged, Ragged]:
-    spec = {"clip_low": 0.2, "clip_high": options.get("clip_high", 0.2), "dual_clip": options.get("dual_clip")}
-    by_row = advantages.group_relative(rows, scale=options.get("advantage_scale", "std"), epsilon=1e-6)
+def surrogate(rows: list[Row], config: PolicyGradientConfig) -> tuple[Ragged, Ragged]:
+    assert isinstance(config.loss, PPO)
+    assert isinstance(config.advantage, GroupRelative)
+    spec = {"clip_low": config.loss.clip_low, "clip_high": config.loss.clip_high, "dual_clip": config.loss.dual_clip}
+    by_row = advantages.group_relative(rows, scale=config.advantage.scale, epsilon=1e-6)
     return losses.clipped_surrogate(rows, advantages.on_tokens(rows, by_row), **spec)
 
 
-@pytest.mark.parametrize(("options", "mean", "constants"), PAPERS)
+@pytest.mark.parametrize(("config", "mean", "constants"), PAPERS)
 @given(rows=rollouts())
-def test_the_papers_objective_and_its_gradient(options: dict, mean, constants, rows: list[Row]):
+def test_the_papers_objective_and_its_gradient(config: PolicyGradientConfig, mean, constants, rows: list[Row]):
     rows = with_references(rows)
-    x, slope = surrogate(rows, options)
+    x, slope = surrogate(rows, config)
     weights = weights_of(mean, rows, *constants)
     slopes = [[w * s for w, s in zip(w_row, s_row, strict=True)] for w_row, s_row in zip(weights, slope, strict=True)]
     value, expected = mean(rows, x, *constants), column(kept(rows, slopes))
     rows = kept(rows, rows)
     logprobs_T = leaf([row.logprobs for row in rows])
-    loss = total(build_grpo(GRPOConfig(**options)), rows, logprobs_T)
+    loss = total(build(config), rows, logprobs_T)
     assert loss.item() == pytest.approx(value, rel=1e-10, abs=1e-12)
     torch.testing.assert_close(gradient(loss, logprobs_T), expected, rtol=1e-10, atol=1e-10)
 
@@ -78,7 +88,7 @@ def test_kl_in_the_loss_on_policy(estimator: str, rows: list[Row]):
     exp(-d) - 1 + d; the slopes that make the expected gradient right are d + c with a c that has no expected gradient
     (1 for k1, 0 for k2; for k3, whose value's ratio is differentiated too, (exp(-d) - 1 + d) + (1 - exp(-d)) = d)."""
     rows = [replace(row, logprobs=row.old_logprobs) for row in with_references(rows)]
-    x, slope = surrogate(rows, {})
+    x, slope = surrogate(rows, GRPOConfig())
     for row, x_row, s_row in zip(rows, x, slope, strict=True):
         for t, (lp, ref) in enumerate(zip(row.logprobs, row.ref_logprobs, strict=True)):
             d = lp - ref
@@ -89,7 +99,7 @@ def test_kl_in_the_loss_on_policy(estimator: str, rows: list[Row]):
     value, expected = oracle.token_mean(rows, x), column(kept(rows, slopes))
     rows = kept(rows, rows)
     logprobs_T = leaf([row.logprobs for row in rows])
-    loss = total(build_grpo(GRPOConfig(kl_coef=0.05, kl_estimator=estimator)), rows, logprobs_T)  # pyright: ignore
+    loss = total(grpo(kl={"coef": 0.05, "estimator": estimator}), rows, logprobs_T)
     assert loss.item() == pytest.approx(value, rel=1e-10, abs=1e-12)
     torch.testing.assert_close(gradient(loss, logprobs_T), expected, rtol=1e-10, atol=1e-10)
 
@@ -102,27 +112,27 @@ TWO = [
 
 def test_entropy_coefficient_rewards_entropy():
     entropy_T = leaf([[0, 1.0, 0.5]] * 2)
-    loss = total(build_grpo(GRPOConfig(entropy_coef=0.01)), with_references(TWO), column([r.logprobs for r in TWO]), entropy_T)
+    loss = total(grpo(entropy_coef=0.01), with_references(TWO), column([r.logprobs for r in TWO]), entropy_T)
     assert gradient(loss, entropy_T).tolist() == pytest.approx([0, -0.0025, -0.0025] * 2)
 
 
 def test_the_reference_is_asked_for_only_where_there_is_a_penalty():
-    assert "ref_logprobs" not in {p.produces for p in build_grpo(GRPOConfig()).needed_passes()}
-    assert "ref_logprobs" in {p.produces for p in build_grpo(GRPOConfig(kl_coef=0.1)).needed_passes()}
+    assert "ref_logprobs" not in {p.produces for p in grpo().passes}
+    assert "ref_logprobs" in {p.produces for p in grpo(kl={"coef": 0.1}).passes}
 
 
 def test_entropy_is_asked_for_only_where_it_is_used():
-    def needs(config: GRPOConfig) -> set[str]:
-        return {need for term in build_grpo(config).losses["policy"] for need in term.needs}
+    def needs(algo: Algorithm) -> set[str]:
+        return {need for term in algo.losses["policy"] for need in term.needs}
 
-    assert "entropy" not in needs(GRPOConfig())
-    assert "entropy" in needs(GRPOConfig(entropy_coef=0.01))
+    assert "entropy" not in needs(grpo())
+    assert "entropy" in needs(grpo(entropy_coef=0.01))
 
 
 def test_several_steps_a_batch_ask_for_old_logprobs():
-    assert "old_logprobs" not in {p.produces for p in build_grpo(GRPOConfig()).needed_passes()}
+    assert "old_logprobs" not in {p.produces for p in grpo().passes}
     for several in ({"epochs": 2}, {"minibatches": 2}):
-        assert "old_logprobs" in {p.produces for p in build_grpo(GRPOConfig(**several)).needed_passes()}
+        assert "old_logprobs" in {p.produces for p in grpo(**several).passes}
 
 
 @pytest.mark.parametrize(
@@ -131,15 +141,15 @@ def test_several_steps_a_batch_ask_for_old_logprobs():
         {"group_size": 1},  # no peer to compare with: every advantage would be 0
         {"weighting": "fixed_length"},  # without the length
         {"weighting": "fixed_length", "fixed_length": 0},
-        {"clip_low": -0.1},
-        {"clip_high": -0.1},
-        {"clip_low": 1.5},  # 1 - clip_low < 0: the bound could never act
-        {"dual_clip": 1.0},  # c must exceed 1, or it cuts the loss on policy
-        {"dual_clip": 0.5},
-        {"kl_coef": -0.1},
-        {"std_epsilon": -1e-6},
-        {"kl_coef": 0.1, "kl_objective": "forward", "kl_estimator": "k1"},  # their mean gradients are not the forward KL's
-        {"kl_coef": 0.1, "kl_objective": "forward", "kl_estimator": "k2"},
+        {"loss": {"clip_low": -0.1}},
+        {"loss": {"clip_high": -0.1}},
+        {"loss": {"clip_low": 1.5}},  # 1 - clip_low < 0: the bound could never act
+        {"loss": {"dual_clip": 1.0}},  # c must exceed 1, or it cuts the loss on policy
+        {"loss": {"dual_clip": 0.5}},
+        {"kl": {"coef": -0.1}},
+        {"advantage": {"epsilon": -1e-6}},
+        {"kl": {"coef": 0.1, "objective": "forward", "estimator": "k1"}},  # their mean gradients are not the forward KL's
+        {"kl": {"coef": 0.1, "objective": "forward", "estimator": "k2"}},
         {"minibatches": 0},
         {"epochs": 0},
     ],
@@ -147,14 +157,14 @@ def test_several_steps_a_batch_ask_for_old_logprobs():
 )
 def test_what_can_not_work_is_refused(options: dict):
     with pytest.raises((ConfigError, ValidationError)):
-        build_grpo(GRPOConfig(**options))
+        grpo(**options)
 
 
 def test_minibatches_are_whole_groups_each_normalised_for_itself():
     rows = with_references([replace(row, group=g, trained=[False, True, g == "a"]) for g in ("a", "b") for row in TWO])
-    algo = build_grpo(GRPOConfig(minibatches=2, group_size=2))
+    algo = grpo(minibatches=2, group_size=2)
     batch = algo.advantage(pack(groups(rows)).fill_tokens(ref_logprobs=column([r.ref_logprobs for r in rows])), AlgoState())
-    minis = [algo.weigh(mini) for mini in algo.split(batch)]
+    minis = [algo.weigh(mini, AlgoState()) for mini in algo.split(batch)]
     assert [mini.group_ids for mini in minis] == [("a",), ("b",)]
     weights = [next(iter(mini.weights.values())).values.tolist() for mini in minis]
     assert weights == [[0, 0.25, 0.25] * 2, [0, 0.5, 0] * 2]

@@ -11,7 +11,7 @@ from oracles.cases import column, gradient, groups, leaf, outputs, supervised
 from oracles.ragged import Row, weights_of
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config import SFTConfig
+from ratchet.algorithms.config.supervised import SFTConfig
 from ratchet.algorithms.sft import build_sft
 from ratchet.data.packing import pack
 
@@ -23,7 +23,7 @@ MEANS = [("token_mean", oracle.token_mean), ("sequence_mean", oracle.sequence_me
 def test_negative_log_likelihood_of_the_trained_tokens(weighting, mean, rows: list[Row]):
     algo = build_sft(SFTConfig(weighting=weighting))
     (term,) = algo.losses["policy"]
-    batch = algo.weigh(algo.advantage(pack(groups(rows)), AlgoState()))
+    batch = algo.weigh(algo.advantage(pack(groups(rows)), AlgoState()), AlgoState())
     logprobs_T = leaf([row.logprobs for row in rows])
     loss, _ = term(outputs(batch, logprobs_T, rows), batch)
     assert loss.item() == pytest.approx(mean(rows, losses.nll(rows)[0]), rel=1e-10, abs=1e-12)
@@ -34,4 +34,4 @@ def test_negative_log_likelihood_of_the_trained_tokens(weighting, mean, rows: li
 def test_it_learns_from_rows_without_a_pass():
     algo = build_sft(SFTConfig())
     assert algo.source == "rows"
-    assert algo.needed_passes() == ()
+    assert algo.passes == ()

@@ -17,8 +17,11 @@ from oracles.ragged import Ragged, Row, weights_of
 from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState
-from ratchet.algorithms.config import GRPOConfig, SFTConfig
-from ratchet.algorithms.grpo import build_grpo
+from ratchet.algorithms.config.advantages import GroupRelative
+from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.config.policy_losses import PPO
+from ratchet.algorithms.config.supervised import SFTConfig
+from ratchet.algorithms.policy_gradient import build
 from ratchet.algorithms.sft import build_sft
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
@@ -87,7 +90,7 @@ def expected_norm(net: DecoderPolicy, live: list[list[Tensor]], by_logprob: Ragg
 
 def step(net: DecoderPolicy, algo: Algorithm, rows: list[Row], micro_batch_tokens: int) -> dict[str, float]:
     batch = pack(groups(rows)).fill_tokens(old_logprobs=column(kept(rows, [row.old_logprobs for row in rows])))
-    mini = algo.weigh(algo.advantage(batch, AlgoState()))
+    mini = algo.weigh(algo.advantage(batch, AlgoState()), AlgoState())
     optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=None)
     learner = LocalLearner(LocalConfig(micro_batch_tokens=micro_batch_tokens), net, optimizer=optimizer, total_steps=10)
     return dict(asyncio.run(learner.update(mini, algo.losses["policy"])))
@@ -106,21 +109,23 @@ def assert_step(metrics: dict[str, float], loss: float, norm: float) -> None:
 @pytest.mark.parametrize(
     ("options", "mean", "constants"),
     [
-        ({"weighting": "token_mean", "clip_high": 0.28}, oracle.token_mean, ()),
+        ({"weighting": "token_mean", "loss": PPO(clip_high=0.28)}, oracle.token_mean, ()),
         ({"weighting": "sequence_mean"}, oracle.sequence_mean, ()),
-        ({"weighting": "fixed_length", "fixed_length": 6, "advantage_scale": "none"}, oracle.fixed_length, (6,)),
+        ({"weighting": "fixed_length", "fixed_length": 6, "advantage": GroupRelative(scale="none")}, oracle.fixed_length, (6,)),
     ],
     ids=["token_mean", "sequence_mean", "fixed_length"],
 )
 def test_grpo_step(options: dict, mean, constants, micro_batch_tokens: int):
     net = model()
     rows, live = with_live_logprobs(net, random_rows(0, "scored"), seed=1)
-    by_row = advantages.group_relative(rows, scale=options.get("advantage_scale", "std"), epsilon=1e-6)
-    spec = {"clip_low": 0.2, "clip_high": options.get("clip_high", 0.2)}
+    config = GRPOConfig(**options, epochs=2)  # two steps a batch: the column's old logprobs are used
+    assert isinstance(config.advantage, GroupRelative)
+    assert isinstance(config.loss, PPO)
+    by_row = advantages.group_relative(rows, scale=config.advantage.scale, epsilon=1e-6)
+    spec = {"clip_low": 0.2, "clip_high": config.loss.clip_high}
     x, slope = losses.clipped_surrogate(rows, advantages.on_tokens(rows, by_row), **spec)
     norm = expected_norm(net, live, times(weights_of(mean, rows, *constants), slope))
-    algo = build_grpo(GRPOConfig(**options, epochs=2))  # two steps a batch: the column's old logprobs are used
-    assert_step(step(net, algo, rows, micro_batch_tokens), mean(rows, x, *constants), norm)
+    assert_step(step(net, build(config), rows, micro_batch_tokens), mean(rows, x, *constants), norm)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 13, 1000])

@@ -1,4 +1,4 @@
-from ratchet.config.keys import keys, leaf_keys
+from ratchet.config.keys import keys, leaf_keys, section_of
 from ratchet.config.kinds import section_class
 from ratchet.config.schema import STAGE_KEYS, RunConfig
 
@@ -24,9 +24,10 @@ def test_leaf_keys_are_every_key_that_holds_a_value():
 
 
 def test_keys_are_shown_as_a_recipe_may_write_them():
-    shown = {key.path: key.shown for key in keys(RunConfig)}
-    assert shown["stages.algorithm[grpo].group_size"] == "'algorithm.group_size' (kind grpo)"
-    assert shown["stages.optimizer.lr"] == "'optimizer.lr'"
+    by_path = {key.path: key for key in keys(RunConfig)}
+    key = by_path["stages.algorithm[grpo].advantage[rloo].scale"]
+    assert (key.written, key.kinds) == ("algorithm.advantage.scale", "grpo, rloo")
+    assert by_path["stages.optimizer.lr"].written == "optimizer.lr"
 
 
 def test_every_leaf_is_described():
@@ -43,10 +44,8 @@ def _field(path):
         if kind:
             slot = next(mark for mark in field.metadata if hasattr(mark, "many"))
             model = section_class(slot.name, kind.rstrip("]"))
-        elif name == "stages":
-            model = field.annotation.__args__[0]
-        elif hasattr(field.annotation, "model_fields"):
-            model = field.annotation
+        else:
+            model = section_of(field.annotation) or model
     return field
 
 

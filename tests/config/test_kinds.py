@@ -1,4 +1,5 @@
 import importlib
+import inspect
 import sys
 import types
 from typing import ClassVar
@@ -123,7 +124,7 @@ def test_a_plain_function_is_a_reward_with_its_options_bound():
         ("environment", "maze_for_test:CONSTANT", "neither a class nor a function"),
         ("environment", "maze_for_test:Maz", "did you mean 'maze_for_test:Maze'"),
         ("environment", "absent_for_test:Maze", "can't be imported"),
-        ("algorithm", "gpro", "did you mean 'grpo'"),
+        ("algorithm", "grppo", "did you mean 'grpo'"),
     ],
 )
 def test_an_unusable_kind_says_why(slot, kind, message):
@@ -133,7 +134,7 @@ def test_an_unusable_kind_says_why(slot, kind, message):
 
 def test_a_slot_with_a_default_kind_needs_none():
     assert resolve("learner", {"max_bad_steps": 5}).max_bad_steps == 5
-    with pytest.raises(ConfigError, match="one of sft, grpo"):
+    with pytest.raises(ConfigError, match="one of sft, policy_gradient, grpo"):
         resolve("algorithm", {})
 
 
@@ -144,18 +145,30 @@ def test_each_built_in_kind_is_there_and_knows_its_name(slot, kind):
     assert ":" in section.builds
 
 
-SLOTS = {
-    "algorithm": "algorithms",
-    "environment": "environments",
-    "rewards": "rewards",
-    "learner": "learners",
-    "generator": "generators",
-    "tokenizer": "data",
+ALGORITHMS = ("policy_gradient", "preference", "distillation", "reward_model", "supervised")
+MODULES = {
+    "algorithm": [f"algorithms.config.{name}" for name in ALGORITHMS],
+    "advantage": ["algorithms.config.advantages"],
+    "policy_loss": ["algorithms.config.policy_losses"],
+    "shaping": ["algorithms.config.shaping"],
+    "environment": ["environments.config"],
+    "rewards": ["rewards.config"],
+    "learner": ["learners.config"],
+    "generator": ["generators.config"],
+    "tokenizer": ["data.config"],
 }
+ABSTRACT = {"PreferenceConfig", "DistillationConfig", "PolicyLoss"}  # bases of kinds, none themselves
 
 
-@pytest.mark.parametrize("slot", KINDS)
+@pytest.mark.parametrize("slot", MODULES)
 def test_the_table_holds_every_section_that_its_package_declares(slot):
-    module = importlib.import_module(f"ratchet.{SLOTS[slot]}.config")
-    sections = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Section) and c.builds]
-    assert {f"{c.__module__}:{c.__qualname__}" for c in sections} == set(KINDS[slot].values())
+    declared = set()
+    for name in MODULES[slot]:
+        module = importlib.import_module(f"ratchet.{name}")
+        declared |= {c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__}
+    kinds = {c for c in declared if issubclass(c, Section) and c.builds and c.__name__ not in ABSTRACT}
+    assert {f"{c.__module__}:{c.__qualname__}" for c in kinds} == set(KINDS[slot].values())
+
+
+def test_a_mixture_is_made_of_the_same_estimators():
+    assert set(KINDS["advantage"]) == {*KINDS["estimator"], "mixture"}

@@ -76,7 +76,12 @@ def test_quickstart_resolves(write):
         assert stage.checkpoint == CheckpointConfig()
         assert (stage.learner.kind, stage.learner.micro_batch_tokens, stage.generator.kind) == ("local", "auto", "engine")
     algorithm = grpo.algorithm
-    assert (algorithm.advantage_scale, algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef) == ("std", 0.2, 0.2, 0.0)
+    assert (algorithm.advantage.scale, algorithm.loss.clip_low, algorithm.loss.clip_high, algorithm.kl.coef) == (
+        "std",
+        0.2,
+        0.2,
+        0.0,
+    )
     assert (algorithm.weighting, algorithm.minibatches, algorithm.epochs) == ("token_mean", 1, 1)
 
 
@@ -92,7 +97,7 @@ def test_defaults_at_the_top_reach_every_stage_and_stages_win(write):
         model: {preset: tiny}
         tokenizer: {kind: characters}
         environment: {kind: sorting, digits: 3}
-        algorithm: {kind: grpo, group_size: 4, clip_high: 0.3}
+        algorithm: {kind: grpo, group_size: 4, loss: {clip_high: 0.3}}
         optimizer: {lr: 1e-4, warmup_steps: 5}
         stages:
           - {algorithm: {kind: sft}}
@@ -101,7 +106,7 @@ def test_defaults_at_the_top_reach_every_stage_and_stages_win(write):
     )
     sft, grpo = config.stages
     assert (sft.name, sft.algorithm.kind, sft.environment.digits) == ("sft", "sft", 3)  # another kind replaces
-    assert (grpo.name, grpo.algorithm.group_size, grpo.algorithm.clip_high) == ("grpo", 6, 0.3)  # the same joins
+    assert (grpo.name, grpo.algorithm.group_size, grpo.algorithm.loss.clip_high) == ("grpo", 6, 0.3)  # the same joins
     assert grpo.environment.kind == "arithmetic"
     assert grpo.environment.digits == 2  # the default of arithmetic, not the 3 of sorting
     assert (sft.optimizer.lr, grpo.optimizer.lr, grpo.optimizer.warmup_steps) == (1e-4, 1e-5, 5)
@@ -342,7 +347,7 @@ def test_reading_and_checking_a_recipe_imports_neither_torch_nor_transformers(wr
 
 
 def test_a_run_config_can_be_made_in_python():
-    from ratchet.algorithms.config import SFTConfig
+    from ratchet.algorithms.config.supervised import SFTConfig
     from ratchet.environments.config import SortingConfig
 
     stage = {

@@ -38,15 +38,15 @@ UNKNOWN_KEYS = [
     ({"algorithm": "{kind: grpo, group_sise: 4}"}, "line 4: algorithm.group_sise: unknown key; did you mean 'group_size'?"),
     ({"environment": "{kind: sorting, digit: 4}"}, "line 3: environment.digit: unknown key; did you mean 'digits'?"),
     ({"lr": "1e-3"}, "line 5: lr: unknown key; it belongs in 'optimizer.lr'"),
-    ({"group_size": "4"}, "line 5: group_size: unknown key; it belongs in 'algorithm.group_size' (kind grpo)"),
-    ({"grup_size": "4"}, "line 5: grup_size: unknown key; did you mean 'algorithm.group_size' (kind grpo)?"),
+    ({"group_size": "4"}, "line 5: group_size: unknown key; it belongs in 'algorithm.group_size'"),
+    ({"grup_size": "4"}, "line 5: grup_size: unknown key; did you mean 'algorithm.group_size'?"),
     ({"preset": "tiny"}, "line 5: preset: unknown key; it belongs in 'model.preset'"),
     ({"sampling": "{lr: 1}"}, "line 5: sampling.lr: unknown key; it belongs in 'optimizer.lr'"),
     ({"optimizer": "{seed: 1}"}, "line 5: optimizer.seed: unknown key; it belongs in 'seed'"),
     ({"sampling": "{temperatur: 1}"}, "line 5: sampling.temperatur: unknown key; did you mean 'temperature'?"),
     (
         {"algorithm": "{kind: sft, group_size: 4}"},
-        "algorithm.group_size: unknown key; it belongs in 'algorithm.group_size' (kind grpo)",
+        "algorithm.group_size: unknown key; it belongs in 'algorithm.group_size'",
     ),
     ({"logging": "{zzz: 1}"}, "line 5: logging.zzz: unknown key; known here: tensorboard, progress"),
     ({"rewards": "[{kind: exact_match, wieght: 2}]"}, "line 5: rewards.0.wieght: unknown key; did you mean 'weight'?"),
@@ -79,8 +79,11 @@ WRONG_VALUES = [
     ({"optimizer": ""}, "line 5: optimizer: null must be a section: keys and values"),
     ({"model": "tiny"}, "line 1: model: 'tiny' must be a section: keys and values"),
     ({"algorithm": "grpo"}, "line 4: algorithm: 'grpo' must be a section with its kind, as {kind: grpo}"),
-    ({"algorithm": "{kind: grpoo}"}, "line 4: algorithm.kind: 'grpoo' is unknown: did you mean 'grpo'? there are sft, grpo"),
-    ({"algorithm": "{group_size: 4}"}, "line 4: algorithm.kind: is missing; set it to one of sft, grpo"),
+    (
+        {"algorithm": "{kind: grpoo}"},
+        "line 4: algorithm.kind: 'grpoo' is unknown: did you mean 'grpo'? there are sft, policy_gradient, grpo",
+    ),
+    ({"algorithm": "{group_size: 4}"}, "line 4: algorithm.kind: is missing; set it to one of sft, policy_gradient, grpo"),
     ({"algorithm": None}, "algorithm: is missing (What turns a batch into an update)"),
     ({"environment": None}, "environment: is missing (Where tasks and demonstrations come from)"),
     ({"environment": "{kind: gsm8k}"}, "line 3: environment.train: is missing (JSON Lines file)"),
@@ -107,8 +110,8 @@ CLASHES = [
     ),
     ({"algorithm": "{kind: grpo, weighting: fixed_length}"}, "weighting=fixed_length needs fixed_length"),
     ({"algorithm": "{kind: grpo, fixed_length: 5}"}, "fixed_length=5 is not read with weighting=token_mean"),
-    ({"algorithm": "{kind: grpo, kl_coef: 0.1, kl_objective: forward, kl_estimator: k1}"}, "set kl_estimator=k3"),
-    ({"algorithm": "{kind: grpo, clip_low: 1}"}, "line 4: algorithm.clip_low: 1 must be less than 1"),
+    ({"algorithm": "{kind: grpo, kl: {coef: 0.1, objective: forward, estimator: k1}}"}, "set estimator=k3"),
+    ({"algorithm": "{kind: grpo, loss: {clip_low: 1}}"}, "line 4: algorithm.loss.clip_low: 1 must be less than 1"),
     (
         {"algorithm": "{kind: grpo, minibatches: 4}", "batch_size": "2"},
         "line 4: algorithm.minibatches: batch_size=2 groups can't be split into algorithm.minibatches=4: "
@@ -119,7 +122,7 @@ CLASHES = [
         "line 5: sampling.temperature: sampling.temperature=0 makes the 8 attempts of a group alike",
     ),
     ({"sampling": "{top_p: 0.9}"}, "sampling.top_p=0.9 cuts tokens from the distribution that algorithm grpo trains on"),
-    ({"sampling": "{top_k: 5}"}, "needs a rollout correction, which it doesn't have: set sampling.top_k=0"),
+    ({"sampling": "{top_k: 5}"}, "needs a rollout correction: set sampling.top_k=0, or algorithm.correction"),
     ({"sampling": "{min_p: 0.1}"}, "set sampling.min_p=0"),
     (
         {"optimizer": "{warmup_steps: 30}", "steps": "10", "algorithm": "{kind: grpo, minibatches: 2}"},
@@ -200,7 +203,7 @@ STAGES = {"algorithm": None, "stages": "[{algorithm: {kind: sft}, steps: 4}, {al
     [
         ("steps=5", "stages.sft.steps"),
         ("algorithm.group_size=5", "stages.grpo.algorithm.group_size"),
-        ("algorithm.clip_high=0.3", "stages.grpo.algorithm.clip_high"),  # the stages choose the kind that has the key
+        ("algorithm.group_size=0", "stages.grpo.algorithm.group_size"),  # the stages choose the kind that has the key
         ("algorithm.epochs=2", "stages.sft.algorithm.epochs or stages.grpo.algorithm.epochs"),
         ("algorithm={kind: grpo}", "stages.sft.algorithm.kind or stages.grpo.algorithm.kind"),
     ],

@@ -6,14 +6,14 @@ import copy
 import pytest
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config import GRPOConfig
-from ratchet.algorithms.grpo import build_grpo
+from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.policy_gradient import build
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.episode import Player
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import measure_groups
-from ratchet.experience.sources import Rows
+from ratchet.experience.given import Rows, Writer
 from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Outputs, Step
 from ratchet.testing.builders import make_group, make_trajectory
@@ -114,23 +114,23 @@ def test_which_examples_a_limit_leaves_does_not_depend_on_the_order_they_come_in
 
 
 def test_a_supervised_row_longer_than_the_context_is_refused_by_name():
-    rows = Rows(TaskStream(FakeEnvironment(), seed=0), "sft", Digits(), train="all", max_context=11)
+    rows = Rows(TaskStream(FakeEnvironment(), seed=0), "sft", Writer(Digits(), max_context=11), train="all")
     with pytest.raises(DataError, match="task echo/train/0: 12 tokens, but the model holds 11"):
         asyncio.run(rows.draw(1, 0))
 
 
 def test_a_step_that_lost_groups_keeps_its_count_of_optimizer_steps():
-    algorithm = build_grpo(GRPOConfig(group_size=2, minibatches=3, epochs=2))
+    algorithm = build(GRPOConfig(group_size=2, minibatches=3, epochs=2))
     lone = pack([make_group("g", [make_trajectory([1], [2], reward=float(i), attempt=i) for i in range(2)])])
     minis = list(algorithm.split(algorithm.advantage(lone, AlgoState())))
     assert [mini.n_groups for mini in minis] == [0, 0, 1, 0, 0, 1]
-    assert all(w.total == 0 for w in algorithm.weigh(minis[0]).weights.values())
+    assert all(w.total == 0 for w in algorithm.weigh(minis[0], AlgoState()).weights.values())
 
 
 def test_metrics_are_means_whatever_the_weighting():
-    algorithm = build_grpo(GRPOConfig(group_size=2, weighting="fixed_length", fixed_length=8))
+    algorithm = build(GRPOConfig(group_size=2, weighting="fixed_length", fixed_length=8))
     batch = pack([make_group("g", [make_trajectory([1], [2, 3], reward=float(i), attempt=i) for i in range(2)])])
-    weighed = algorithm.weigh(algorithm.advantage(batch, AlgoState()))
+    weighed = algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState())
     (term,) = algorithm.losses["policy"]
     live = weighed.trainable_T.double() * -1.0
 

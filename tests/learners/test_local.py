@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.config import GRPOConfig, SFTConfig
-from ratchet.algorithms.grpo import build_grpo
-from ratchet.algorithms.losses import entropy_bonus, nll
+from ratchet.algorithms.config.advantages import GroupRelative
+from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.config.policy_losses import KLConfig
+from ratchet.algorithms.config.supervised import SFTConfig
+from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.losses.base import entropy_bonus, nll
 from ratchet.algorithms.sft import build_sft
 from ratchet.algorithms.weightings import token_mean
 from ratchet.config.schema import OptimizerConfig
@@ -55,7 +58,7 @@ def learner(config=None, *, net=None, optimizer=None, **options):
 def prepared(algorithm, made=None):
     batch = algorithm.advantage(pack(made or groups()), AlgoState())
     batch = batch.fill_tokens(ref_logprobs=torch.full((batch.n_tokens,), -2.0, dtype=torch.float64) * batch.trainable_T)
-    return algorithm.weigh(batch), next(iter(algorithm.losses.values()))
+    return algorithm.weigh(batch, AlgoState()), next(iter(algorithm.losses.values()))
 
 
 def gradient(made, batch, terms):
@@ -65,8 +68,8 @@ def gradient(made, batch, terms):
 
 ALGORITHMS = {
     "sft": build_sft(SFTConfig()),
-    "grpo": build_grpo(GRPOConfig(group_size=3, kl_coef=0.1, entropy_coef=0.01)),
-    "dr_grpo": build_grpo(GRPOConfig(group_size=3, advantage_scale="none", weighting="fixed_length", fixed_length=6)),
+    "grpo": build(GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), entropy_coef=0.01)),
+    "dr_grpo": build(GRPOConfig(group_size=3, advantage=GroupRelative(scale="none"), weighting="fixed_length", fixed_length=6)),
 }
 
 
@@ -189,7 +192,7 @@ def test_a_step_without_weight_is_skipped_and_said():
 
 def test_dropping_groups_without_signal_is_training_on_the_others_alone():
     made = groups()
-    drop, keep = (build_grpo(GRPOConfig(group_size=3, kl_coef=0.1, equal_rewards=how)) for how in ("drop", "keep"))
+    drop, keep = (build(GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), equal_rewards=how)) for how in ("drop", "keep"))
     rewards = [[t.reward for t in group.trajectories] for group in made]
     others = [group for group, r in zip(made, rewards, strict=True) if max(r) > min(r)]
     assert 0 < len(others) < len(made)
@@ -202,10 +205,10 @@ def test_dropping_groups_without_signal_is_training_on_the_others_alone():
 
 def test_all_equal_rewards_give_no_gradient():
     equal = [make_group("g", [make_trajectory([1], [2, 3], reward=0.1, attempt=i) for i in range(3)])]
-    batch, terms = prepared(build_grpo(GRPOConfig(group_size=3)), equal)
+    batch, terms = prepared(build(GRPOConfig(group_size=3)), equal)
     found, _ = gradient(learner(), batch, terms)
     assert not found.any()
-    batch, terms = prepared(build_grpo(GRPOConfig(group_size=3, equal_rewards="drop")), equal)
+    batch, terms = prepared(build(GRPOConfig(group_size=3, equal_rewards="drop")), equal)
     assert asyncio.run(learner().update(batch, terms))["skipped_empty"] == 1.0
 
 
@@ -261,14 +264,14 @@ def test_a_frozen_role_scores_and_has_no_optimizer():
     assert asyncio.run(frozen.score(batch, ["logprobs"]))["logprobs"].shape == (batch.n_tokens,)
     algorithm = Algorithm("x", {"policy": (Term("nll", nll, token_mean),)}, source="rows")
     with pytest.raises(AssertionError, match="frozen"):
-        asyncio.run(frozen.update(algorithm.weigh(batch), algorithm.losses["policy"]))
+        asyncio.run(frozen.update(algorithm.weigh(batch, AlgoState()), algorithm.losses["policy"]))
 
 
 def test_entropy_alone_needs_no_logprobs():
     algorithm = Algorithm(
         "x", {"policy": (Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"})),)}, source="rows"
     )
-    batch = algorithm.weigh(pack(groups()))
+    batch = algorithm.weigh(pack(groups()), AlgoState())
     before = asyncio.run(learner().update(batch, algorithm.losses["policy"]))
     assert 0 < before["entropy/entropy"] < 3.2  # ln 23 = 3.135
     assert replace(algorithm, minibatches=2).updates_per_batch == 2

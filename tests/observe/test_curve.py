@@ -20,9 +20,9 @@ def points(line: ET.Element) -> list[tuple[float, float]]:
 
 def test_a_run_is_drawn(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
-    sink.write(0, {"eval/greedy": 0.25})
+    sink.write(0, {"eval/accuracy": 0.25})
     for step in range(1, 11):
-        sink.write(step, {"rollout/reward": step / 10, **({"eval/greedy": 0.75} if step == 10 else {}), "policy/loss": None})
+        sink.write(step, {"rollout/reward": step / 10, **({"eval/accuracy": 0.75} if step == 10 else {}), "policy/loss": None})
     sink.close()
     assert write_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.svg")
     root = ET.parse(tmp_path / "curve.svg").getroot()
@@ -53,7 +53,7 @@ def test_every_coordinate_is_inside(values: list[float]) -> None:
 
 
 def test_two_accuracies_have_two_labels() -> None:
-    root = ET.fromstring(curve_svg([{"step": 1, "eval/greedy": 0.5, "eval/sampled": 0.4}]))
+    root = ET.fromstring(curve_svg([{"step": 1, "eval/accuracy": 0.5, "eval/sampled": 0.4}]))
     labels = {text.text for text in root.iter(f"{SVG}text")}
     assert {"greedy 0.5", "sampled 0.4"} <= labels
     assert len(list(root.iter(f"{SVG}g"))) == 1  # no panel for what was not measured

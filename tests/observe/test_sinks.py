@@ -19,7 +19,7 @@ from ratchet.observe.sinks import JsonlSink, Sinks, TensorBoardSink, read_jsonl
 METRICS = [
     {"rollout/reward": 0.1, "policy/loss": -1.5},
     {"rollout/reward": 1 / 3, "policy/loss": None, "policy/loss/nan": 1.0},
-    {"rollout/reward": 0.7, "policy/loss": 1e-30, "eval/greedy": 0.25},
+    {"rollout/reward": 0.7, "policy/loss": 1e-30, "eval/accuracy": 0.25},
     {"rollout/reward": 0.9, "policy/loss": 12345.678},
 ]
 

@@ -23,7 +23,7 @@ RECIPE = {
     "optimizer": {"lr": 0.01},
     "stages": [
         {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 4, "batch_size": 8, "examples": 20},
-        {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4, "kl_coef": 0.01}, "steps": 5, "batch_size": 6},
+        {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}}, "steps": 5, "batch_size": 6},
     ],
 }
 
@@ -138,7 +138,7 @@ def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
     [
         (["train"], 2, "give a recipe, or --resume"),
         (["train", "absent.yaml"], 2, "absent.yaml"),
-        (["train", "{recipe}", "stages.rl.algorithm.clip_hihg=0.3"], 2, "clip_high"),
+        (["train", "{recipe}", "stages.rl.algorithm.loss.clip_hihg=0.3"], 2, "clip_high"),
         (["train", "{recipe}", "--run-dir", "{run}"], 1, "holds a run: continue it with --resume"),
         (["train", "--resume", "{tmp}"], 1, "holds no run"),
         (["eval", "{tmp}"], 2, "config.json"),

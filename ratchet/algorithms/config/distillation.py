@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from ratchet.algorithms.config.base import AlgorithmConfig, Source, Teacher
 
+Objective = Annotated[
+    Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"],
+    Field(description="KL(teacher || student), KL(student || teacher), or what lies between."),
+]
 MIXED = ("js", "skewed_forward", "skewed_reverse", "mixed")
 
 
@@ -17,9 +21,7 @@ class DistillationConfig(AlgorithmConfig):
     builds: ClassVar[str] = "ratchet.algorithms.distill:build"
 
     teacher: Teacher = Field(description="Directory of the teacher's model, or one by task tag.")
-    objective: Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"] = Field(
-        default="forward", description="KL(teacher || student), KL(student || teacher), or what lies between."
-    )
+    objective: Objective = "forward"
     mix: float | None = Field(
         default=None, gt=0, lt=1, description="Share of the teacher in js and skewed ones, of forward in mixed; null: 0.5."
     )
@@ -58,7 +60,5 @@ class DivergenceOnPolicyConfig(DistillationConfig):
 
     source: ClassVar[Source] = "rollouts"
 
-    objective: Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"] = Field(
-        default="reverse", description="KL(teacher || student), KL(student || teacher), or what lies between."
-    )
+    objective: Objective = "reverse"
     group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")

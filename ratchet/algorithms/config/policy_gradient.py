@@ -35,7 +35,24 @@ from ratchet.config.kinds import Slot
 Advantage = Annotated[Chosen, Slot("advantage")]
 Loss = Annotated[Chosen, Slot("policy_loss")]
 Shaping = Annotated[tuple[Chosen, ...], Slot("shaping", many=True)]
-Weighting = Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"]
+
+# Types with their descriptions, for keys that named algorithms give another default.
+GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each prompt.")]
+Weighting = Annotated[
+    Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],
+    Field(
+        description="What weighs the same within an optimizer step: each token (DAPO), each answer (GRPO), each prompt, each "
+        "token by the count of answers (token_sum), or each token over a fixed total (Dr. GRPO)."
+    ),
+]
+EqualRewards = Annotated[
+    Literal["keep", "drop"],
+    Field(description="Groups whose rewards are all equal have no signal; drop: nor any part in the means over the batch."),
+]
+Whiten = Annotated[bool, Field(description="Normalise advantages over all tokens of the batch.")]
+PositiveNLL = Annotated[
+    float, Field(ge=0, description="Weight of the likelihood of attempts with a reward above positive_nll_above (VAPO).")
+]
 
 
 class CriticConfig(Section):
@@ -54,17 +71,14 @@ class PolicyGradientConfig(AlgorithmConfig):
     builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build"
     source: ClassVar[Source] = "rollouts"
 
-    group_size: int = Field(default=8, ge=1, description="Attempts at each prompt.")
+    group_size: GroupSize = 8
     shaping: Shaping = Field(default=(), description="What is done to rewards first, in this order.")
     advantage: Advantage = Field(default=GroupRelative(), description="How much better than expected an attempt was.")
     advantage_clip: float | None = Field(
         default=None, gt=0, description="Advantages are kept within this of 0; null: no bound."
     )
-    whiten: bool = Field(default=False, description="Normalise advantages over all tokens of the batch.")
-    equal_rewards: Literal["keep", "drop"] = Field(
-        default="keep",
-        description="Groups whose rewards are all equal have no signal; drop: nor any part in the means over the batch.",
-    )
+    whiten: Whiten = False
+    equal_rewards: EqualRewards = "keep"
     truncated: Literal["keep", "drop"] = Field(
         default="keep", description="drop: attempts that were cut off count in the statistics, and don't train (DAPO)."
     )
@@ -75,9 +89,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     correction: CorrectionConfig | None = Field(default=None, description="For a sampler that disagrees with the learner.")
     kl: KLConfig = KLConfig()
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the reward for entropy (nats a token).")
-    positive_nll_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the likelihood of attempts with a reward above positive_nll_above (VAPO)."
-    )
+    positive_nll_coef: PositiveNLL = 0.0
     positive_nll_above: float = Field(default=0.0, description="See positive_nll_coef.")
     critic: CriticConfig | None = Field(default=None, description="Needed by advantage gae, and by no other.")
     teacher: Teacher | None = Field(
@@ -86,11 +98,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     teacher_tokens: Literal["same", "aligned"] = Field(
         default="same", description="aligned: the teacher has another tokenizer, and is asked about the same text."
     )
-    weighting: Weighting = Field(
-        default="token_mean",
-        description="What weighs the same within an optimizer step: each token (DAPO), each answer (GRPO), each prompt, each "
-        "token by the count of answers (token_sum), or each token over a fixed total (Dr. GRPO).",
-    )
+    weighting: Weighting = "token_mean"
     fixed_length: int | None = Field(
         default=None, ge=1, description="Tokens that weighting fixed_length divides by, per answer."
     )
@@ -188,7 +196,7 @@ class DrGRPOConfig(PolicyGradientConfig):
 class DAPOConfig(PolicyGradientConfig):
     """Clip-higher, token mean, groups without signal left out (arXiv:2503.14476). Its overlong penalty is a shaping."""
 
-    equal_rewards: Literal["keep", "drop"] = "drop"
+    equal_rewards: EqualRewards = "drop"
     loss: Loss = PPO(clip_high=0.28)
 
 
@@ -214,14 +222,14 @@ class RLOOConfig(PolicyGradientConfig):
 class ReinforcePPConfig(PolicyGradientConfig):
     """REINFORCE++ (arXiv:2501.03262)."""
 
-    group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
+    group_size: GroupSize = 1
     advantage: Advantage = ReinforcePP()
 
 
 class ReMaxConfig(PolicyGradientConfig):
     """REINFORCE with the greedy attempt as its baseline (arXiv:2310.10505)."""
 
-    group_size: int = Field(default=1, ge=1, description="Sampled attempts at each prompt, beside the greedy one.")
+    group_size: GroupSize = 1
     advantage: Advantage = ReMax()
 
 
@@ -246,9 +254,9 @@ class GDPOConfig(PolicyGradientConfig):
 class PPOConfig(PolicyGradientConfig):
     """Proximal policy optimisation with a critic (arXiv:1707.06347)."""
 
-    group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
+    group_size: GroupSize = 1
     advantage: Advantage = GAE()
-    whiten: bool = Field(default=True, description="Normalise advantages over all tokens of the batch.")
+    whiten: Whiten = True
     critic: CriticConfig | None = CriticConfig()
 
 
@@ -258,7 +266,7 @@ class VAPOConfig(PolicyGradientConfig):
 
     advantage: Advantage = GAE(value_lam=1.0, length_alpha=0.05)
     loss: Loss = PPO(clip_high=0.28)
-    positive_nll_coef: float = Field(default=0.1, ge=0, description="Weight of the likelihood of correct answers.")
+    positive_nll_coef: PositiveNLL = 0.1
     critic: CriticConfig | None = CriticConfig(warmup_steps=50)
 
 
@@ -301,5 +309,5 @@ class DecoupledPPOConfig(PolicyGradientConfig):
 class OnPolicyDistillationConfig(PolicyGradientConfig):
     """The teacher judges each sampled token (https://thinkingmachines.ai/blog/on-policy-distillation)."""
 
-    group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
+    group_size: GroupSize = 1
     advantage: Advantage = OnPolicyDistillation()

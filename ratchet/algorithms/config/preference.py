@@ -11,6 +11,7 @@ from ratchet.algorithms.config.base import AlgorithmConfig, Source
 LOSSES = "ratchet.algorithms.losses.preference"
 
 Beta = Annotated[float, Field(gt=0, description="Strength of the pull towards the reference: the smaller, the looser.")]
+SFTCoef = Annotated[float, Field(ge=0, description="Weight of the likelihood of the chosen answers beside the loss.")]
 Normalize = Annotated[
     Literal["sum", "mean"], Field(description="The log-ratio of an answer: the sum over its tokens, or their mean.")
 ]
@@ -24,7 +25,7 @@ class PreferenceConfig(AlgorithmConfig):
     function: ClassVar[str]
     needs_reference: ClassVar[bool] = True
 
-    sft_coef: float = Field(default=0.0, ge=0, description="Weight of the likelihood of the chosen answers beside the loss.")
+    sft_coef: SFTCoef = 0.0
 
 
 class DPOConfig(PreferenceConfig):
@@ -74,7 +75,7 @@ class ORPOConfig(PreferenceConfig):
     function: ClassVar[str] = f"{LOSSES}:odds_ratio"
     needs_reference: ClassVar[bool] = False
 
-    sft_coef: float = Field(default=1.0, ge=0, description="Weight of the likelihood of the chosen answers.")
+    sft_coef: SFTCoef = 1.0
     odds_coef: float = Field(default=0.1, gt=0, description="Weight of the odds ratio beside it (the paper's lambda).")
 
 
