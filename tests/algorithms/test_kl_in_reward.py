@@ -134,6 +134,12 @@ def test_it_adds_to_what_is_there_on_trainable_tokens_alone(rows: list[Row], coe
     assert after.dtype == torch.float64
 
 
+def test_its_metrics_are_the_mean_gap_of_a_trainable_token_and_the_coefficient():
+    row = Row("g", 0, [1, 2, 1, 2], [False, True, False, True], reward=0.0)
+    row = replace(row, old_logprobs=[-9.0, -1.0, -9.0, -2.0], ref_logprobs=[0.0, -3.0, 0.0, -1.0])
+    assert kl_in_reward(with_columns([row]), AlgoState(), coef=0.1).metrics == {"kl/kl": 0.5, "kl/coef": 0.1}
+
+
 def test_an_adapted_coefficient_replaces_the_configured_one():
     row = Row("g", 0, [1, 2], [False, True], reward=0.0, old_logprobs=[0.0, -1.0], ref_logprobs=[0.0, -3.0])
     state = AlgoState(numbers={"coef/kl": 0.5})

@@ -30,6 +30,11 @@ EXACT_VALUE = [("reverse", "k1"), ("reverse", "k3")]
 
 def expected(z: list[float], z_old: list[float], z_ref: list[float], **spec) -> tuple[Tensor, Tensor]:
     """(E_old[x], its gradient by the live policy's logits [V]), by enumeration."""
+    return enumerated(z, z_old, z_ref, **spec)[:2]
+
+
+def enumerated(z: list[float], z_old: list[float], z_ref: list[float], **spec) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and E_old of the metric."""
     log_old, log_ref = categorical.log_softmax(z_old), categorical.log_softmax(z_ref)
     rows = [Row("g", v, [0, v], [False, True], reward=0.0, old_logprobs=[0.0, log_old[v]]) for v in range(len(z))]
     batch = pack(groups(rows)).fill_tokens(ref_logprobs=column([[0.0, lp] for lp in log_ref]))
@@ -41,7 +46,7 @@ def expected(z: list[float], z_old: list[float], z_ref: list[float], **spec) -> 
     assert all(m.shape == x_T.shape and not m.requires_grad for m in metrics.values())
     drawn_V = torch.tensor([math.exp(lp) for lp in log_old], dtype=torch.float64)
     value = (drawn_V * x_T[1::2]).sum()
-    return value, gradient(value, logits)
+    return value, gradient(value, logits), (drawn_V * metrics["kl"][1::2]).sum()
 
 
 def exact(objective: str, z: list[float], z_ref: list[float]) -> tuple[float, list[float]]:
@@ -71,6 +76,15 @@ def test_value_is_the_kl(objective: str, estimator: str, z: list[float], z_old: 
     for drawn in (z, z_old):
         value, _ = expected(z, drawn, z_ref, objective=objective, estimator=estimator)
         assert value.item() == pytest.approx(exact(objective, z, z_ref)[0], rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize(("objective", "estimator"), PROMISED)
+@given(z=LOGITS, z_old=LOGITS, z_ref=LOGITS)
+def test_the_metric_is_the_reverse_kl_of_the_live_policy_whatever_the_estimator(
+    objective: str, estimator: str, z, z_old, z_ref
+):
+    _, _, metric = enumerated(z, z_old, z_ref, objective=objective, estimator=estimator)
+    assert metric.item() == pytest.approx(exact("reverse", z, z_ref)[0], rel=1e-10, abs=1e-12)
 
 
 def test_k2_is_near_the_kl_where_the_policies_are_near():
