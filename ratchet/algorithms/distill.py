@@ -13,7 +13,7 @@ from ratchet.algorithms.weightings import token_mean
 DISTILLED = {
     "on_policy": "no policy gradient: the divergence itself is differentiated",
     "equal_rewards": "no advantages: the teacher's distribution is the signal",
-    "lone_attempt": "each row is a datum of its own",
+    "lone_attempt": "no advantages: each row is a datum of its own",
 }
 
 

@@ -15,13 +15,11 @@ PAIR = {
     "isolated": "a pair is one datum: the loss compares its two rows",
     "on_policy": "no policy gradient: answers are given, not sampled",
     "equal_rewards": "no advantages: the order of a pair is the signal",
-    "lone_attempt": "a group is a pair, and any other is refused",
 }
 LABELLED = {
-    "isolated": "the reference point z0 is one statistic of the whole batch",
     "on_policy": "no policy gradient: answers are given, not sampled",
     "equal_rewards": "no advantages: each row's label is its signal",
-    "lone_attempt": "each labelled row is a datum of its own",
+    "lone_attempt": "no advantages: each labelled row is a datum of its own",
 }
 
 
@@ -53,6 +51,6 @@ def build_kto(config: KTOConfig) -> Algorithm:
         advantage=kto_reference_point,
         minibatches=config.minibatches,
         epochs=config.epochs,
-        reference_rows=True,
+        reference_rows=config.reference_rows,
         exempt=LABELLED,
     )

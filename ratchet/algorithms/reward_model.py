@@ -13,7 +13,7 @@ from ratchet.algorithms.weightings import prompt_mean, sequence_mean, step_mean
 SCORED = {
     "on_policy": "no policy gradient: answers are given, not sampled",
     "equal_rewards": "no advantages: each row's score is its target",
-    "lone_attempt": "each row is a datum of its own",
+    "lone_attempt": "no advantages: each row is a datum of its own",
 }
 
 

@@ -7,6 +7,12 @@ from ratchet.algorithms.config.supervised import SFTConfig
 from ratchet.algorithms.losses.base import nll
 from ratchet.algorithms.weightings import WEIGHTINGS
 
+GIVEN = {
+    "on_policy": "no policy gradient: answers are given, not sampled",
+    "equal_rewards": "no advantages: nobody judges the answers",
+    "lone_attempt": "no advantages: each row is a datum of its own",
+}
+
 
 def build_sft(config: SFTConfig) -> Algorithm:
     return Algorithm(
@@ -16,4 +22,5 @@ def build_sft(config: SFTConfig) -> Algorithm:
         losses={"policy": (Term("nll", nll, WEIGHTINGS[config.weighting]),)},
         minibatches=config.minibatches,
         epochs=config.epochs,
+        exempt=GIVEN,
     )

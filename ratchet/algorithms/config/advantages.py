@@ -18,6 +18,7 @@ ScaleField = Annotated[Scale, Field(description="Divide by the standard deviatio
 Epsilon = Annotated[float, Field(gt=0, description="Added to the standard deviation.")]
 
 WHOLE_BATCH = "normalised over the whole batch: the reward of one row moves the advantages of all"
+SAME_STATE = "a state met at two turns has two returns, be it by attempts of equal reward or twice by one attempt"
 NO_BASELINE = "no baseline of the group's own: equal rewards are a signal where others earned another"
 
 
@@ -69,11 +70,15 @@ class ReinforcePP(Part):
     """Reward-to-go, whitened over all tokens of the batch (REINFORCE++)."""
 
     function: ClassVar[str] = f"{GROUP}:reinforce_pp"
-    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": WHOLE_BATCH, "lone_attempt": WHOLE_BATCH}
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     baseline: Literal["none", "group"] = Field(default="none", description="Take the group's mean reward off first.")
     epsilon: Epsilon = 1e-8
+
+    @property
+    def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """With the group's mean taken off, a group of equal rewards is left with nothing."""
+        return {} if self.baseline == "group" else {"equal_rewards": WHOLE_BATCH, "lone_attempt": WHOLE_BATCH}
 
 
 class GDPO(Part):
@@ -81,7 +86,6 @@ class GDPO(Part):
 
     function: ClassVar[str] = f"{GROUP}:gdpo"
     reads: ClassVar[frozenset[str]] = frozenset({"group", "parts"})
-    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": WHOLE_BATCH, "lone_attempt": WHOLE_BATCH}
 
     kind: Literal["gdpo"] = "gdpo"
     weights: dict[str, float] | None = Field(default=None, description="By name of the reward's part; null: 1 for every part.")
@@ -123,6 +127,7 @@ class GiGPO(Part):
 
     function: ClassVar[str] = f"{TEMPORAL}:gigpo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": SAME_STATE, "lone_attempt": SAME_STATE}
 
     kind: Literal["gigpo"] = "gigpo"
     gamma: float = Field(default=0.95, gt=0, le=1, description="Discount a turn.")

@@ -50,9 +50,6 @@ class GSPO(PolicyLoss):
 
     function: ClassVar[str] = f"{POLICY}:gspo"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
-    exempt: ClassVar[Mapping[str, str]] = {
-        "on_policy": "the ratio is a geometric mean: its gradient is A/|y| sum grad log p of the row",
-    }
 
     kind: Literal["gspo"] = "gspo"
     clip_low: Low = 3e-4
@@ -94,7 +91,6 @@ class GMPO(PolicyLoss):
 
     function: ClassVar[str] = f"{POLICY}:gmpo"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
-    exempt: ClassVar[Mapping[str, str]] = GSPO.exempt
 
     kind: Literal["gmpo"] = "gmpo"
     clip_low: float = Field(default=0.4, gt=0, description="Log-ratios are clipped below -clip_low.")

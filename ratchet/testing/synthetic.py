@@ -1,0 +1,214 @@
+"""Batches and models for the kit of algorithms: small, ragged, awkward on purpose, and exact (float64).
+
+T = tokens laid end to end, V = vocabulary, d = hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ratchet.algorithms.base import Algorithm
+from ratchet.batch import Batch
+from ratchet.learners.columns import Wanted, sequence_scores, state_values, token_columns
+from ratchet.types import (
+    Cancelled,
+    Failed,
+    Group,
+    Message,
+    Outcome,
+    Owner,
+    Scored,
+    Task,
+    Trajectory,
+    Truncated,
+    Turn,
+    Use,
+)
+
+VOCAB, HIDDEN = 11, 5
+REWARDS = (0.0, 1.0, -1.0, 0.1, 0.3, 0.7, 2.5)  # they collide often, and most are no binary fractions
+PREDICTIONS = frozenset({"logprobs", "entropy", "topk_logprobs", "topk_ids"})
+
+
+class TinyRole:
+    """A softmax over the vocabulary from a token and the one before it, with a scalar head. It scores as a learner does, and
+    gives the columns that terms read. What it says of a row depends on that row alone."""
+
+    def __init__(self, name: str, *, drift: float = 0.0) -> None:
+        """Equal names make equal models. drift: how far it has moved from there."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+        def normal(*shape: int) -> Tensor:
+            start, moved = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+            return start + drift * moved
+
+        self.embedding_Vd, self.head_Vd, self.scalar_d = normal(VOCAB, HIDDEN), normal(VOCAB, HIDDEN) / 2, normal(HIDDEN)
+
+    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+        found = self._columns(batch, batch.predicted_T, wanted, Wanted.among(wanted, top_k=top_k))
+        if "spans" in wanted:
+            pairs_T = batch.starts_S[batch.sequence_T] + batch.positions_T // 2
+            found["spans"] = torch.where(batch.predicted_T, pairs_T, -1)
+        return {name: found[name] for name in wanted}
+
+    def outputs(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+        """What `Outputs` holds for an update, without the old logprobs."""
+        named = {"logprobs"} | set(needs) if "old_logprobs" in needs else set(needs)
+        found = self._columns(batch, batch.trainable_T, named, Wanted.among(needs, given_ids=True))
+        return {name: column for name, column in found.items() if name in named}
+
+    def _columns(self, batch: Batch, mask_T: Tensor, names: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
+        before_Td = self.embedding_Vd[batch.tokens_T.roll(1)] * (batch.positions_T > 0)[:, None]
+        hidden_Td = torch.tanh(self.embedding_Vd[batch.tokens_T] + before_Td / 2)
+        columns: dict[str, Tensor] = {}
+        if not PREDICTIONS.isdisjoint(names):
+            columns |= token_columns(self._logits, hidden_Td, batch, mask_T, wanted, chunk_rows=1 << 30)
+        scalars_T = hidden_Td @ self.scalar_d
+        columns |= {"values": state_values(scalars_T, mask_T), "scores": sequence_scores(scalars_T, batch)}
+        return {**columns, "token_scores": scalars_T}
+
+    def _logits(self, hidden_nd: Tensor) -> Tensor:
+        return hidden_nd @ self.head_Vd.T
+
+
+def part_names(algorithm: Algorithm) -> tuple[str, ...]:
+    """Names for the parts of rewards: those that options called `weights` name, else two of the kit's own."""
+
+    def named(value: Any) -> set[str]:
+        if isinstance(value, functools.partial):
+            weights = value.keywords.get("weights")
+            own = set(weights) if isinstance(weights, Mapping) else set[str]()
+            return own.union(*(named(item) for item in (*value.args, *value.keywords.values())))
+        if isinstance(value, tuple | list):
+            return set[str]().union(*(named(item) for item in value))
+        return set()
+
+    return tuple(sorted(named(algorithm.advantage))) or ("correct", "brief")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How groups are drawn. equal: rewards are equal within each group, part by part. attempts: of each group; None: as many as
+    the algorithm asks for. longest: tokens of the longest answer of each group, instead of a few."""
+
+    seed: int
+    equal: bool = False
+    attempts: int | None = None
+    longest: int = 0
+
+    def groups(self, algorithm: Algorithm) -> list[Group]:
+        rng = np.random.default_rng(self.seed)
+        make = {"rollouts": _attempts, "pairs": _pair, "labelled": _labelled, "steps": _steps}.get(algorithm.source, _row)
+        tags = sorted({item.tag for item in algorithm.passes if item.tag is not None}) or ["", "other"]
+        groups = []
+        for index in range(3 if self.longest else 5):
+            name = f"draw-{self.seed}-group-{index}"
+            task = Task(name, (Message("user", "?"),), tag=tags[index % len(tags)])
+            rows = make(rng, self, algorithm, index)
+            groups.append(Group(name, task, tuple(rows)))
+        return groups
+
+
+def _attempts(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+    """The second group earned the same throughout; the third failed throughout, but for small groups and draws of its own."""
+    count = draw.attempts or algorithm.group_size
+    names = part_names(algorithm)
+    plain = draw.equal or draw.attempts is not None
+    same = _rewards(rng, names)
+    rows: list[Trajectory] = []
+    for attempt in range(count):
+        reward = same if draw.equal or index == 1 else _rewards(rng, names)
+        outcome = Failed("kit") if index == 2 and not plain else _ending(rng, reward, plain=plain)
+        forks = 2 if rng.random() < 0.15 else 1
+        rows += [_trajectory(rng, outcome, attempt=attempt, longest=draw.longest * (attempt == 0)) for _ in range(forks)]
+    if algorithm.greedy_baseline:
+        outcome = Failed("kit") if index == 3 and not plain else Scored(*_rewards(rng, names))
+        rows.append(_trajectory(rng, outcome, attempt=count, use="baseline", temperature=0.0))
+    return rows
+
+
+def _rewards(rng: np.random.Generator, names: Sequence[str]) -> tuple[float, dict[str, float]]:
+    return float(rng.choice(REWARDS)), {name: float(rng.choice(REWARDS)) for name in names}
+
+
+def _ending(rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, plain: bool) -> Outcome:
+    """plain: every attempt has a reward."""
+    chance = rng.random()
+    if chance < 0.65:
+        return Scored(*reward)
+    if chance < 0.8 or plain:
+        return Truncated(*reward)
+    return [Truncated(None), Failed("kit"), Cancelled("kit")][int(rng.integers(3))]
+
+
+def _trajectory(
+    rng: np.random.Generator,
+    outcome: Outcome | None,
+    *,
+    attempt: int = 0,
+    use: Use = "train",
+    temperature: float | None = None,
+    longest: int = 0,
+    turn_rewards: bool = True,
+) -> Trajectory:
+    """A prompt, then up to three turns with the environment's answers between them; some have no token, some tokens of the
+    policy don't train. Few states, so that attempts meet in them."""
+    owner = [Owner.PROMPT] * int(rng.integers(1, 4))
+    turns: list[Turn] = []
+    for _ in range(1 if longest else int(rng.integers(0, 4))):
+        start = len(owner)
+        owner += [Owner.POLICY] * (longest or int(rng.integers(0, 5)))
+        reward = float(rng.choice(REWARDS)) if turn_rewards and rng.random() < 0.3 else None
+        turns.append(Turn(start, len(owner), reward, state_key=str(rng.choice(["", "here", "there"]))))
+        owner += [Owner.ENVIRONMENT] * int(rng.integers(0, 3))
+    wrote = np.asarray([who == Owner.POLICY for who in owner])
+    return Trajectory(
+        tokens=rng.integers(0, VOCAB, len(owner)),
+        owner=np.asarray(owner, dtype=np.int8),
+        trainable=wrote & (rng.random(len(owner)) < 0.9),
+        rollout_logprobs=np.zeros(len(owner), dtype=np.float32),
+        versions=np.where(wrote, 0, -1).astype(np.int32),
+        log_kept_mass=np.where(wrote, -0.1 * rng.random(len(owner)), 0.0).astype(np.float32),
+        attempt=attempt,
+        use=use,
+        temperature=float(rng.choice([0.7, 1.0])) if temperature is None else temperature,
+        turns=tuple(turns),
+        outcome=outcome,
+    )
+
+
+def _given(rng: np.random.Generator, algorithm: Algorithm, outcome: Outcome | None = None, **more: Any) -> Trajectory:
+    """Given text: what trains stands for the policy's, nobody sampled it, and it has no turns."""
+    row = _trajectory(rng, outcome, temperature=algorithm.temperature, **more)
+    text = Trajectory.supervised(row.tokens.tolist(), row.trainable.tolist(), temperature=row.temperature, outcome=outcome)
+    return replace(text, attempt=row.attempt, use=row.use)
+
+
+def _pair(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+    better, worse = sorted(rng.choice(REWARDS, 2).tolist(), reverse=True)
+    rewards = [better, better if draw.equal else worse][: draw.attempts]
+    return [_given(rng, algorithm, Scored(reward), attempt=attempt) for attempt, reward in enumerate(rewards)]
+
+
+def _labelled(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+    rows = [_given(rng, algorithm, Scored(float(rng.choice(REWARDS))))]
+    return [*rows, _given(rng, algorithm, attempt=1, use="reference")] if algorithm.reference_rows else rows
+
+
+def _row(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+    return [_given(rng, algorithm)]
+
+
+def _steps(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+    """Turns are labelled steps; some have no label."""
+    row = _trajectory(rng, None, temperature=algorithm.temperature, turn_rewards=False)
+    turns = [replace(turn, reward=None if i == 2 else float(rng.choice([0.0, 1.0, 0.4]))) for i, turn in enumerate(row.turns)]
+    return [replace(row, turns=tuple(turns))]
