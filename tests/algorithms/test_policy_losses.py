@@ -276,6 +276,8 @@ def test_cispo_without_a_lower_bound():
 def test_topr_tapers_negative_answers_alone(advantage: float, ratios: list[float], weight: float):
     _, slopes = one_answer(ratios, advantage, "topr", negative_low=0.05, negative_high=1.0)
     assert slopes == pytest.approx([-weight * advantage] * 2)
+    cut = advantage < 0 and weight != math.prod(ratios)
+    assert share_clipped("topr", advantage, ratios, negative_low=0.05, negative_high=1.0) == cut
 
 
 @pytest.mark.parametrize(
@@ -380,17 +382,18 @@ def test_what_does_not_train_poisons_nothing(loss: Loss):
     ],
 )
 def test_clipped_is_the_share_of_clipped_tokens(loss: str, advantage: float, share: float):
-    assert share_clipped(loss, advantage) == pytest.approx(share)
+    found = share_clipped(loss, advantage, [math.e, 1 / math.e], clip_low=0.2, clip_high=0.2)
+    assert found == pytest.approx(share)
 
 
-def share_clipped(loss: str, advantage: float) -> float:
-    row = Row("g", 0, [1, 2, 3], [False, True, True], reward=1.0, logprobs=[0, -1, -3], old_logprobs=[0, -2, -2])
-    batch, logprobs_T = batch_of([row], [[0, advantage, advantage]]), leaf([row.logprobs])
-    _, metrics = getattr(policy, loss)(outputs(batch, logprobs_T, [row]), batch, clip_low=0.2, clip_high=0.2)
-    clipped = metrics["clipped"]
-    return (clipped[1:] if len(clipped) == 3 else clipped).mean().item()
+def share_clipped(loss: str, advantage: float, ratios: list[float], **options) -> float:
+    row = Row("g", 0, [1, 2, 3], [False, True, True], reward=1.0, old_logprobs=[0, -2, -2])
+    logprobs_T = leaf([[0, *(math.log(ratio) - 2 for ratio in ratios)]])
+    batch = batch_of([row], [[0, advantage, advantage]])
+    _, metrics = getattr(policy, loss)(outputs(batch, logprobs_T, [row]), batch, **options)
+    return metrics["clipped"][-2:].mean().item()
 
 
 @pytest.mark.xfail(strict=True, reason="a row without an advantage is shown as clipped throughout")
 def test_gmpo_clips_nothing_where_there_is_no_advantage():
-    assert share_clipped("gmpo", 0.0) == 0.0
+    assert share_clipped("gmpo", 0.0, [math.e, 1 / math.e], clip_low=0.2, clip_high=0.2) == 0.0
