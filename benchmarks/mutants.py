@@ -80,8 +80,7 @@ def _options() -> argparse.ArgumentParser:
 def _tests(chosen: argparse.Namespace, root: Path) -> dict[str, tuple[Path, ...]]:
     """The test files of each file; those of the table that don't exist are left out, but not all of them."""
     table: Mapping[str, Sequence[str]] = targets()
-    files = [Path(file).resolve().relative_to(root).as_posix() if Path(file).exists() else file for file in chosen.files]
-    named = {file: chosen.tests or table.get(file, ()) for file in files or table}
+    named = {file: chosen.tests or table.get(file, ()) for file in chosen.files or table}
     chosen_tests = {file: tuple(root / t for t in tests if (root / t).exists()) for file, tests in named.items()}
     for file, found in chosen_tests.items():
         if not found:
@@ -124,16 +123,24 @@ def _hunt(
 
     def trials() -> Iterator[Trial]:
         for mutant in mutants:
-            first = killers.best(mutant.file, mutant.function)
-            limit = chosen.timeout or timeouts[mutant.file]
-            trial = Trial(_module(mutant.file), root / mutant.file, mutant.code, tests[mutant.file], limit, first)
+            file, name = mutant.file, mutant.function.rpartition(".")[2]
+            trial = Trial(
+                _module(file),
+                root / file,
+                mutant.code,
+                tests[file],
+                timeout_s=chosen.timeout or timeouts[file],
+                first=killers.of(f"{file}:{mutant.function}"),
+                hint=name,
+                second=killers.of(file),
+            )
             tried[id(trial)] = mutant
             yield trial
 
     counts = {"mutants": len(mutants), "killed": 0, "timeouts": 0, "survived": 0}
     for trial, result in run(trials(), root, chosen.jobs):
         mutant = tried[id(trial)]
-        killers.add(mutant.file, mutant.function, result.killer)
+        killers.add(result.killer, mutant.file, f"{mutant.file}:{mutant.function}")
         counts["killed" if result.killed else "survived"] += 1
         counts["timeouts"] += result.status is None
         if not result.killed:

@@ -40,7 +40,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """`code` gives the module's tree, called in the fork; None leaves the file as it is. first: tests to try before others."""
+    """`code` gives the module's tree, called in the fork; None leaves the file as it is. Tests named in `first` are tried
+    before those with `hint` in their name, these before those named in `second`, and all others last."""
 
     module: str
     path: Path
@@ -48,6 +49,8 @@ class Trial:
     tests: tuple[Path, ...]
     timeout_s: int
     first: tuple[str, ...] = ()
+    hint: str = ""
+    second: tuple[str, ...] = ()
 
 
 def run(trials: Iterable[Trial], root: Path, jobs: int) -> Iterator[tuple[Trial, Result]]:
@@ -73,6 +76,8 @@ def run(trials: Iterable[Trial], root: Path, jobs: int) -> Iterator[tuple[Trial,
 
 def preload(modules: Iterable[str], root: Path) -> None:
     """Imports the libraries among the modules: whatever does not come from the tree under test."""
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))  # or an installed copy of the tree would pass for a library
     for name in modules:
         spec = _spec(name)
         if spec is not None and spec.origin and not _ours(Path(spec.origin), root):
@@ -100,6 +105,7 @@ def _result(received: bytearray, ended: int) -> Result:
 
 
 def _fork(trial: Trial, root: Path) -> tuple[int, int]:
+    assert trial.module not in sys.modules, f"{trial.module} is loaded already: no mutant of it would ever be"
     ours, theirs = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -127,7 +133,7 @@ def _test(trial: Trial, root: Path) -> dict[str, Any]:
     sys.path.insert(0, str(root))
     if trial.code is not None:
         sys.meta_path.insert(0, _Instead(trial.module, trial.path, trial.code()))
-    watcher = _Watcher(trial.first)
+    watcher = _Watcher(trial)
     arguments = [f"--rootdir={root}", "-x", "-q", "--no-header", "--tb=no", "-m", "not slow", "--import-mode=importlib"]
     arguments += ["-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*arguments, *map(str, trial.tests)], plugins=[watcher])
@@ -152,10 +158,10 @@ class _Instead(importlib.machinery.SourceFileLoader):
 
 
 class _Watcher:
-    """A plugin: the tests that killed before come first, and a failing example is not made small."""
+    """A plugin: the likeliest killers come first, and a failing example is not made small."""
 
-    def __init__(self, first: tuple[str, ...]) -> None:
-        self._rank = {name: i for i, name in enumerate(first)}
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
         self.killer = ""
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -163,7 +169,14 @@ class _Watcher:
         settings.load_profile("mutants")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: self._rank.get(item.nodeid, len(self._rank)))
+        items.sort(key=lambda item: self._rank(item.nodeid))
+
+    def _rank(self, name: str) -> tuple[int, int]:
+        if name in self._trial.first:
+            return 0, self._trial.first.index(name)
+        if self._trial.hint and self._trial.hint in name:
+            return 1, 0
+        return (2, self._trial.second.index(name)) if name in self._trial.second else (3, 0)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed and not self.killer:
@@ -175,17 +188,14 @@ class _Watcher:
 
 
 class Killers:
-    """Which tests killed, most successful first: those of a function's mutants before all others of its file."""
+    """Which tests killed mutants of what, the most successful first."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], Counter[str]] = {}
+        self._counts: dict[str, Counter[str]] = {}
 
-    def add(self, file: str, function: str, killer: str) -> None:
-        if killer:
-            for key in ((file, function), (file, "")):
-                self._counts.setdefault(key, Counter())[killer] += 1
+    def add(self, killer: str, *victims: str) -> None:
+        for victim in victims if killer else ():
+            self._counts.setdefault(victim, Counter())[killer] += 1
 
-    def best(self, file: str, function: str, most: int = 12) -> tuple[str, ...]:
-        near = self._counts.get((file, function), Counter()).most_common(most)
-        far = self._counts.get((file, ""), Counter()).most_common(most)
-        return tuple(dict.fromkeys(name for name, _ in [*near, *far]))
+    def of(self, victim: str) -> tuple[str, ...]:
+        return tuple(name for name, _ in self._counts.get(victim, Counter()).most_common(12))
