@@ -90,6 +90,9 @@ class Learner(Protocol):
         ...
 
     def load(self, directory: Path) -> None: ...
+    def export(self, directory: Path) -> None:
+        """The model in Hugging Face form, with its scalar head where it has one."""
+        ...
 
 
 @runtime_checkable

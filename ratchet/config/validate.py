@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
+from ratchet.config.kinds import KINDS, section_class
 from ratchet.config.problems import unlike
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
 
@@ -211,6 +212,40 @@ def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             yield _clash(f"{key} has {name} twice, and their parts would share that name: give it once, with one weight", key)
 
 
+def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """A built-in environment says what it has; somebody else's is asked when the stage starts."""
+    gives = getattr(stage.environment, "gives", None)
+    if gives is not None and stage.source is not None and stage.source not in gives:
+        able = [
+            kind for kind in KINDS["environment"] if stage.source in getattr(section_class("environment", kind), "gives", ())
+        ]
+        yield _clash(
+            f"algorithm {_kind(stage)} learns from {stage.source}, which environment {getattr(stage.environment, 'kind', '')} "
+            f"doesn't have: set environment.kind to {' or '.join(able)}",
+            "environment.kind",
+            "algorithm.kind",
+        )
+    if getattr(stage.algorithm, "reference_rows", False) and stage.batch_size == 1:
+        yield _clash(
+            f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to compare an answer with: "
+            "set batch_size=2 or more",
+            "batch_size",
+        )
+
+
+def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    longest = stage.sampling.max_new_tokens
+    for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
+        start = getattr(part, "max_length", longest) - getattr(part, "buffer", 1)
+        if start >= longest:
+            yield _clash(
+                f"overlong_penalty begins after {start} tokens, and sampling.max_new_tokens={longest} ends every answer "
+                f"before: set max_length to {longest}",
+                f"algorithm.shaping.{index}.max_length",
+                "sampling.max_new_tokens",
+            )
+
+
 def _kind(stage: StageConfig) -> str:
     return getattr(stage.algorithm, "kind", "")
 
@@ -223,4 +258,6 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _evaluation,
     _rewards,
     _reward_names,
+    _given,
+    _overlong,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -21,9 +22,14 @@ ExactOperators = Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=
 
 
 class EnvironmentConfig(Section):
-    """`default_reward`: kind of the reward that judges this environment's answers unless the recipe names another."""
+    """`default_reward`: kind of the reward that judges this environment's answers unless the recipe names another. `gives`:
+    what an algorithm may learn from here (see `ratchet.algorithms.config.base.Source`)."""
 
     default_reward: ClassVar[str] = ""
+    gives: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
+
+
+ALL_SOURCES = frozenset({"rows", "pairs", "labelled", "steps", "rollouts"})
 
 
 class ArithmeticConfig(EnvironmentConfig):
@@ -31,6 +37,7 @@ class ArithmeticConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.arithmetic:Arithmetic"
     default_reward: ClassVar[str] = "exact_match"
+    gives: ClassVar[frozenset[str]] = ALL_SOURCES
 
     digits: int = Field(2, ge=1, le=100, description="Digits of each operand, padded with zeros.")
     operators: ExactOperators = Field(("+",), description="Drawn with equal chances.")
@@ -44,6 +51,7 @@ class SortingConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.sorting:Sorting"
     default_reward: ClassVar[str] = "exact_match"
+    gives: ClassVar[frozenset[str]] = ALL_SOURCES
 
     digits: int = Field(8, ge=1, le=1000, description="How many digits to sort.")
 
@@ -90,3 +98,38 @@ class GSM8KConfig(EnvironmentConfig):
         if self.test is not None and self.split_column is not None:
             raise ValueError("`test` and `split_column` both say what the test split is: remove one")
         return self
+
+
+class PreferencesConfig(EnvironmentConfig):
+    """Preference data from JSON Lines, in any of their usual formats (docs/preference-data.md).
+
+    The test split is the file `test`, or else one in ten of the prompts of `train`.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.preferences:Preferences"
+    usual_columns: ClassVar[tuple[str, ...]] = (
+        *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
+        *("completion", "label", "completions", "labels"),
+    )
+
+    train: Path = Field(description="JSON Lines file.")
+    test: Path | None = Field(None, description="JSON Lines file.")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="What the files call their columns, where not as usual: {chosen: preferred}."
+    )
+    separator: str = Field("\n", description="Appended to each step of an answer in steps.")
+
+    @field_validator("columns")
+    @classmethod
+    def _usual_columns_by_distinct_names(cls, columns: dict[str, str]) -> dict[str, str]:
+        for usual in columns:
+            if usual not in cls.usual_columns:
+                near = get_close_matches(usual, cls.usual_columns, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ValueError(f"{usual} is no column: {hint}there are {', '.join(cls.usual_columns)}")
+        names = [columns.get(usual, usual) for usual in cls.usual_columns]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            both = " and ".join(usual for usual in cls.usual_columns if columns.get(usual, usual) == repeated)
+            raise ValueError(f"{both} would both be read from '{repeated}': give each a column of its own")
+        return columns

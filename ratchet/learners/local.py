@@ -22,6 +22,7 @@ from ratchet.interfaces import LossTerm, Outputs, Shard
 from ratchet.learners.columns import Wanted, sequence_scores, state_values, token_columns
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.schedule import lr_factor
+from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.policy import PolicyModel
 
 PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
@@ -46,7 +47,7 @@ class LocalLearner:
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         unit: Level = "sequence",
-        head: nn.Module | None = None,
+        head: ScalarHead | None = None,
         autocast: bool = False,
     ) -> None:
         self.model, self.config, self.head = model, config, head
@@ -189,6 +190,11 @@ class LocalLearner:
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.state_dict()["state"]
         save_state(directory, state)
+
+    def export(self, directory: Path) -> None:
+        self.model.save(directory)
+        if self.head is not None:
+            save_head(self.head, directory)
 
     def load(self, directory: Path) -> None:
         state = load_state(directory)

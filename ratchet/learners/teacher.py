@@ -29,3 +29,6 @@ class Teacher:
     def save(self, directory: Path) -> None: ...
 
     def load(self, directory: Path) -> None: ...
+
+    def export(self, directory: Path) -> None:
+        self.inner.export(directory)

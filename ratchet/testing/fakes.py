@@ -90,6 +90,9 @@ class FakeLearner:
         directory.mkdir(parents=True, exist_ok=True)
         np.save(directory / "logits.npy", self.logits.detach().numpy(), allow_pickle=False)
 
+    def export(self, directory: Path) -> None:
+        self.save(directory)
+
     def load(self, directory: Path) -> None:
         with torch.no_grad():
             self.logits.copy_(torch.from_numpy(np.load(directory / "logits.npy", allow_pickle=False)))

@@ -9,9 +9,30 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ratchet.build import build_arena, make_evaluator, plan_of
+from ratchet.algorithms.base import Algorithm
+from ratchet.build import Arena, Plan, build_arena, make_evaluator, make_pair_evaluator, plan_of
+from ratchet.config.kinds import construct
 from ratchet.errors import ConfigError
-from ratchet.tools.target import open_target, require_config
+from ratchet.models.heads import load_head
+from ratchet.roles import SCALARS
+from ratchet.tools.target import Target, open_target, require_config
+
+NOTHING = "there is nothing to evaluate on: the recipe says evaluation.tasks: 0; add --tasks N"
+
+
+def _evaluate_scores(target: Target, algorithm: Algorithm, plan: Plan, arena: Arena) -> None:
+    model = target.policy.model
+    head = load_head(target.model, model.hidden_size)
+    if head is None:
+        raise ConfigError(f"{target.model} has no scalar head, and algorithm {algorithm.name} trains one: give a run of it")
+    scorer = construct(plan.learner, model, head=head.to(next(model.parameters()).device))
+    evaluator = make_pair_evaluator(target.policy, arena, algorithm, plan, scorer)
+    if evaluator is None:
+        raise ConfigError(NOTHING)
+    accuracy = asyncio.run(evaluator.run())
+    table = Table("held-out pairs", "better answer scores higher", "mean margin")
+    table.add_row(str(accuracy.pairs), f"{accuracy.accuracy:.1%}", f"{accuracy.margin:.3g}")
+    Console().print(table)
 
 
 def evaluate_target(
@@ -28,9 +49,13 @@ def evaluate_target(
     plan = replace(
         plan, sampling=target.policy.ends(plan.sampling), evaluation=plan.evaluation.model_copy(update=settings), seed=seed
     )
+    algorithm = construct(config.stages[last].algorithm)
+    if SCALARS & algorithm.needs_of("policy"):
+        _evaluate_scores(target, algorithm, plan, build_arena(config.stages[last]))
+        return
     evaluator = make_evaluator(target.policy, build_arena(config.stages[last]), plan)
     if evaluator is None:
-        raise ConfigError("there is nothing to evaluate on: the recipe says evaluation.tasks: 0; add --tasks N")
+        raise ConfigError(NOTHING)
     sampling = evaluator.sampling
     accuracy = asyncio.run(evaluator.run())
     table = Table(

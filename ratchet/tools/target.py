@@ -19,8 +19,9 @@ MODEL = "model"  # where a run leaves its trained model, as a Hugging Face direc
 
 @dataclass(frozen=True)
 class Target:
-    """config: of the run, or of the recipe given beside a bare model; None without either."""
+    """model: directory of the weights. config: of the run, or of the recipe given beside a bare model; None without either."""
 
+    model: Path
     policy: Policy
     config: RunConfig | None
 
@@ -32,14 +33,16 @@ def open_target(path: Path, recipe: Path | None = None) -> Target:
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else template_of(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return Target(Policy.of(load_policy(str(path), device=device), load_tokenizer(str(path)), template=template), config)
+        return Target(
+            path, Policy.of(load_policy(str(path), device=device), load_tokenizer(str(path)), template=template), config
+        )
     if not (path / MODEL).is_dir():
         raise RunDirectoryError(f"{path} has no finished model yet: go on with `ratchet train --resume {path}`")
     config = load_config(own)
     # Where a run was trained says nothing about where it is looked at.
     trained = config.model_copy(update={"device": "auto", "model": ModelConfig(path=str(path / MODEL))})
     policy = build_policy(freeze(trained))
-    return Target(policy, config if recipe is None else freeze(load_config(recipe)))
+    return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
 
 
 def require_config(target: Target) -> RunConfig:

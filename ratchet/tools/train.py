@@ -22,6 +22,7 @@ from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
+from ratchet.interfaces import Learner
 from ratchet.loop import train
 from ratchet.observe.curve import write_curve
 from ratchet.observe.log import log_to
@@ -123,15 +124,17 @@ class Session:
                 # What is loaded by now stays: the collector would walk all of it again and again, for a third of a small step.
                 gc.collect()
                 gc.freeze()
+                trained: Learner | None = None
                 for index in range(len(self.summaries), len(self.config.stages)):
-                    await self._stage(index, policy, stop, checkpoint)
+                    trained = await self._stage(index, policy, stop, checkpoint)
                     if stop.signal is not None:
                         saved = "Stopped" if self.store.steps() else "Stopped before the first step, so it begins anew"
                         path = self.directory.path
                         self.console.print(f"{saved}. Continue with: ratchet train --resume {path}", markup=False)
                         return 128 + stop.signal
                     checkpoint = None  # the stages after it start from the model in memory
-                self._finish(policy)
+                assert trained is not None, "every checkpoint is of a stage: there is one to finish"
+                self._finish(policy, trained)
             except BaseException:
                 log.info("the run ends here", exc_info=True)  # a closed terminal would take the reason with it
                 raise
@@ -145,7 +148,8 @@ class Session:
             sinks.append(TensorBoardSink(self.directory.tensorboard, keep_through=keep_through))
         return Sinks(sinks)
 
-    async def _stage(self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> None:
+    async def _stage(self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> Learner:
+        """The learner of the policy, which knows all that belongs to the model."""
         self.store.keep = self.config.stages[index].checkpoint.keep
         run = build_run(self.config, index, policy, stop=stop)
         saver = Saver(self.store, run, self.summaries, self.command)
@@ -166,7 +170,7 @@ class Session:
         if stop.signal is not None:
             if saver.saved < run.done:  # the signal came after the step had been saved, or not
                 await saver.save(run.done)
-            return
+            return run.roles["policy"]
         steps, silent = run.done - run.origin, run.progress.silent_steps
         if silent > steps / 2 and run.algorithm.source == "rollouts" and "equal_rewards" not in run.algorithm.exempt:
             log.warning(
@@ -177,6 +181,7 @@ class Session:
                 steps,
             )
         self.summaries.append(_summary(run))
+        return run.roles["policy"]
 
     async def _measure_start(self, index: int, run: Run) -> None:
         """Accuracy before the stage: what the stage before it reached, if that was measured in the same way."""
@@ -189,9 +194,9 @@ class Session:
         if index == 0:  # the curve begins here; later stages begin at a step that has its line
             self.sinks.write(0, flushed)
 
-    def _finish(self, policy: Policy) -> None:
+    def _finish(self, policy: Policy, trained: Learner) -> None:
         model = self.directory.path / MODEL
-        policy.model.save(model)
+        trained.export(model)
         policy.tokenizer.save(model)
         config = self.config
         summary = RunSummary(tuple(self.summaries), self.command, config.seed, int(config.threads), config.device)

@@ -110,6 +110,37 @@ def test_a_killed_run_resumes_to_the_same_bits(fault, whole, recipe, tmp_path):
     assert_equal_runs(whole[0], run)
 
 
+MEMORY = {
+    "critic, adaptive KL": {
+        "kind": "ppo",
+        "critic": {"lr": 0.02, "warmup_steps": 1},
+        "kl": {"coef": 0.1, "target": 0.01, "place": "reward"},
+        "shaping": [{"kind": "normalise", "over": "running"}],
+        "epochs": 2,
+    },
+    "greedy baseline": {"kind": "remax"},
+    "reference rows": {"kind": "kto"},
+    "scalar head": {"kind": "reward_model"},
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_whatever_an_algorithm_remembers_survives_a_kill(name, tmp_path):
+    recipe = tmp_path / "probe.yaml"
+    stage = {"name": "one", "algorithm": MEMORY[name], "steps": 4, "batch_size": 8}
+    recipe.write_text(yaml.safe_dump({**RECIPE, "stages": [RECIPE["stages"][0], stage]}))
+    assert ratchet("train", recipe, "--run-dir", tmp_path / "whole").returncode == 0
+    killed = ratchet("train", recipe, "--run-dir", tmp_path / "run", faults="step.update:7:kill")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = ratchet("train", "--resume", tmp_path / "run")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run")
+    heads = [path / "model" / "score.safetensors" for path in (tmp_path / "whole", tmp_path / "run")]
+    assert [head.exists() for head in heads] == [name == "scalar head"] * 2
+    if heads[0].exists():
+        assert heads[0].read_bytes() == heads[1].read_bytes()
+
+
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(whole, recipe, tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "ratchet.cli", "train", str(recipe), "--run-dir", str(run), "stages.rl.steps=5"]

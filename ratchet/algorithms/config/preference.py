@@ -84,6 +84,7 @@ class KTOConfig(AlgorithmConfig):
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_kto"
     source: ClassVar[Source] = "labelled"
+    reference_rows: ClassVar[bool] = True  # each row comes with the answer to another prompt
 
     beta: Beta = 0.1
     desirable: float = Field(default=1.0, gt=0, description="Weight of good answers.")

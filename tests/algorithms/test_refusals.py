@@ -1,0 +1,125 @@
+"""Settings that can't work are refused when the recipe is read, with the smallest fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ratchet.algorithms.base import Algorithm, Pass, Term
+from ratchet.algorithms.losses.policy import clipped_surrogate
+from ratchet.algorithms.weightings import token_mean
+from ratchet.config.kinds import construct, resolve
+from ratchet.config.schema import RunConfig
+from ratchet.config.validate import conflicts
+from ratchet.errors import ConfigError
+
+GAE = {"advantage": {"kind": "gae"}}
+SECTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("grpo", {"group_size": 1}, "set group_size=2 or more"),
+    ("rloo", {"group_size": 1}, "set group_size=2 or more"),
+    ("gigpo", {"group_size": 1}, "set group_size=2 or more"),
+    ("policy_gradient", {"group_size": 1, "advantage": {"kind": "mixture", "parts": [{"kind": "opo"}]}}, "group_size=2"),
+    ("rloo", {"group_size": 2, "advantage": {"scale": "std"}}, "set group_size=3 or more, or advantage.scale=none"),
+    ("rloo", {"group_size": 2, "shaping": [{"kind": "normalise", "over": "group"}]}, "set group_size=3 or more"),
+    ("grpo", GAE, "set critic: {}"),
+    ("grpo", {"critic": {}}, "set advantage.kind=gae"),
+    ("grpo", {"advantage": {"kind": "on_policy_distillation"}}, "set teacher to the directory of a model"),
+    ("grpo", {"teacher": "x"}, "teacher is not read"),
+    ("grpo", {"teacher_tokens": "aligned"}, "teacher_tokens is not read without teacher"),
+    ("dr_grpo", {}, "set it to the stage's sampling.max_new_tokens"),
+    ("grpo", {"fixed_length": 9}, "set weighting=fixed_length, or remove fixed_length"),
+    ("gspo", {"correction": {"weight": "token"}}, "set correction.weight=geometric or sequence"),
+    ("kimi", {"correction": {"weight": "turn"}}, "set correction.weight=geometric or sequence"),
+    ("grpo", {"correction": {"weight": "none"}}, "set one of them, or remove it"),
+    ("grpo", {"correction": {"mask_low": 0.1}}, "mask_low is not read with mask=none"),
+    ("grpo", {"correction": {"weight_low": 3.0}}, "weight_low=3 is not below weight_high=2"),
+    ("grpo", {"correction": {}, "old_logprobs": "sampler"}, "set old_logprobs=learner, or remove correction"),
+    ("grpo", {"kl": {"target": 0.1}}, "set coef, or remove it"),
+    ("grpo", {"kl": {"coef": 0.1, "rate": 0.5}}, "rate is not read without target"),
+    ("grpo", {"kl": {"coef": 0.1, "objective": "forward", "estimator": "k2"}}, "set estimator=k3"),
+    ("grpo", {"kl": {"coef": 0.1, "place": "reward", "estimator": "k3"}}, "set estimator=k1, or place=loss"),
+    ("grpo", {"kl": {"coef": 0.1, "place": "reward", "objective": "forward"}}, "set objective=reverse, or place=loss"),
+    ("grpo", {"positive_nll_above": 0.5}, "set positive_nll_coef, or remove it"),
+    ("grpo", {"shaping": [{"kind": "clip"}]}, "set one of them, or remove it"),
+    ("grpo", {"shaping": [{"kind": "clip", "low": 1.0, "high": 0.0}]}, "low=1 is not below high=0"),
+    ("grpo", {"shaping": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 5}]}, "buffer=5 is more than max_length=4"),
+    ("distill_off_policy", {"teacher": "x", "mix": 0.3}, "mix is not read with objective=forward"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), SECTIONS)
+def test_a_section_that_contradicts_itself_is_refused(kind: str, options: dict[str, Any], message: str):
+    with pytest.raises(ValidationError, match=message):
+        resolve("algorithm", {"kind": kind, **options})
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo", "gspo", "dapo", "decoupled_ppo", "vapo", "kto", "orpo"])
+def test_a_saved_section_loads_again(kind: str):
+    """Every key is written out then: what a default says must not count as set by somebody."""
+    section = resolve("algorithm", {"kind": kind})
+    assert resolve("algorithm", section.model_dump()) == section
+
+
+def recipe(algorithm: dict[str, Any], **stage: Any) -> RunConfig:
+    made = {"name": "a", "algorithm": algorithm, "environment": {"kind": "sorting"}, "sampling": {"max_new_tokens": 9}, **stage}
+    model = {"preset": "tiny"}
+    return RunConfig.model_validate({"model": model, "tokenizer": {"kind": "bytes"}, "stages": [made]})
+
+
+STAGES: list[tuple[RunConfig, str]] = [
+    (recipe({"kind": "dpo"}, environment={"kind": "countdown"}), "learns from pairs, which environment countdown doesn't have"),
+    (recipe({"kind": "process_reward"}, environment={"kind": "countdown"}), "learns from steps"),
+    (recipe({"kind": "kto"}, batch_size=1), "set batch_size=2 or more"),
+    (recipe({"kind": "grpo"}, sampling={"top_p": 0.9}), "or algorithm.correction where it has one"),
+    (recipe({"kind": "grpo"}, sampling={"temperature": 0.0}), "set it above 0"),
+    (
+        recipe({"kind": "grpo", "shaping": [{"kind": "overlong_penalty", "max_length": 99, "buffer": 9}]}),
+        "overlong_penalty begins after 90 tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), STAGES)
+def test_a_stage_that_contradicts_itself_is_refused(config: RunConfig, message: str):
+    assert any(message in conflict.message for conflict in conflicts(config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        recipe({"kind": "dpo"}),
+        recipe({"kind": "grpo", "correction": {}}, sampling={"top_p": 0.9}),
+        recipe({"kind": "grpo", "shaping": [{"kind": "overlong_penalty", "max_length": 9, "buffer": 3}]}),
+    ],
+)
+def test_what_can_work_is_not_refused(config: RunConfig):
+    assert list(conflicts(config)) == []
+
+
+def test_a_kl_penalty_brings_its_reference():
+    algorithm = construct(resolve("algorithm", {"kind": "grpo", "kl": {"coef": 0.1}}))
+    assert "reference" in algorithm.roles
+    assert "ref_logprobs" in algorithm.columns
+
+
+def term() -> Term:
+    return Term("x", clipped_surrogate, token_mean, needs=frozenset({"logprobs", "old_logprobs"}))
+
+
+def test_several_updates_without_old_logprobs_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"add Pass\('policy', 'logprobs', 'old_logprobs'\), or set minibatches and epochs to 1"
+    ):
+        Algorithm("x", {"policy": (term(),)}, source="rollouts", epochs=2)
+
+
+def test_a_role_that_nothing_makes_is_refused():
+    with pytest.raises(ConfigError, match="names the role 'reference' and doesn't say how it is made"):
+        Algorithm("x", {"policy": (term(),)}, "rollouts", passes=(Pass("reference", "logprobs", "ref_logprobs"),))
+
+
+def test_two_terms_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="two terms share a name"):
+        Algorithm("x", {"policy": (term(), term())}, source="rollouts")
