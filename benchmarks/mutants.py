@@ -71,7 +71,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--sample", type=int, help="try only this many, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=int, help="seconds for one mutant; by default five times what the tests take without")
+    parser.add_argument("--timeout", type=int, help="processor seconds for a mutant; default: five times what the tests take")
     parser.add_argument("--list", action="store_true", help="print the mutants without trying them")
     parser.add_argument("--verbose", action="store_true", help="print what killed each, too")
     return parser
@@ -91,19 +91,13 @@ def _tests(chosen: argparse.Namespace, root: Path) -> dict[str, tuple[Path, ...]
 
 
 def _baseline(tests: Mapping[str, tuple[Path, ...]], root: Path, jobs: int) -> dict[str, int] | None:
-    """Seconds that a mutant of each file may take; None when tests fail as things are. Loads the libraries that tests use."""
+    """Processor seconds for a mutant of each file; None when tests fail as things are. Loads the libraries that tests use."""
     timeouts: dict[str, int] = {}
-    started: dict[str, float] = {}
-
-    def trials() -> Iterator[Trial]:
-        for file, paths in tests.items():
-            started[file] = time.monotonic()
-            yield Trial(_module(file), root / file, None, paths, timeout_s=3600)
-
+    trials = (Trial(_module(file), root / file, None, paths, timeout_cpu_s=3600) for file, paths in tests.items())
     healthy = True
-    for trial, result in run(trials(), root, jobs):
+    for trial, result in run(trials, root, jobs):
         file = trial.path.relative_to(root).as_posix()
-        timeouts[file] = max(LEAST_TIMEOUT_S, round(5 * (time.monotonic() - started[file])))
+        timeouts[file] = max(LEAST_TIMEOUT_S, round(5 * result.cpu_s))
         if result.killed:
             healthy = False
             print(f"{file}: its tests fail without a mutant (status {result.status}) {result.killer}")
@@ -129,7 +123,7 @@ def _hunt(
                 root / file,
                 mutant.code,
                 tests[file],
-                timeout_s=chosen.timeout or timeouts[file],
+                timeout_cpu_s=chosen.timeout or timeouts[file],
                 first=killers.of(f"{file}:{mutant.function}"),
                 hint=name,
                 second=killers.of(file),
