@@ -56,7 +56,7 @@ def correct(
         row_T = torch.where(mask_T, weight_T, -torch.inf)
         row_S = torch.full((batch.n_sequences,), -torch.inf, dtype=torch.float64)
         row_S = row_S.scatter_reduce(0, batch.sequence_T, row_T, "amax")
-        batch = batch.fill_sequences(correction_S=torch.where(row_S.isfinite(), row_S, 1.0))
+        batch = batch.fill_sequences(correction_S=torch.where(row_S > -torch.inf, row_S, 1.0))
     return replace(batch, trainable_T=kept_T).fill_tokens(correction=weight_T)
 
 

@@ -86,8 +86,9 @@ def gmpo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tu
     log_ratio_T = _log_ratio(out)
     advantages_S = row_mean(out, batch, batch.need("advantages"))
     near_T = log_ratio_T.clamp(-clip_low, clip_high)
-    sign_T = advantages_S.sign()[batch.sequence_T]
-    kept_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * near_T)
+    signs_T = advantages_S.sign()[batch.sequence_T]
+    kept_T = torch.where(signs_T > 0, torch.minimum(log_ratio_T, near_T), log_ratio_T)
+    kept_T = torch.where(signs_T < 0, torch.maximum(log_ratio_T, near_T), kept_T)
     ratio_S = row_mean(out, batch, kept_T).exp()
     clipped_S = row_mean(out, batch, (kept_T != log_ratio_T).to(log_ratio_T.dtype))
     return -advantages_S * ratio_S, _sequence_metrics(out, batch, ratio_S, clipped=clipped_S)
@@ -97,7 +98,7 @@ def sapo(out: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1
     """-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A: a soft gate in place of the clip, of slope 1 at r = 1.
     SAPO (arXiv:2511.20347) eq. 5, 6. Token level."""
     advantages_T = batch.need("advantages")
-    tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg).to(advantages_T.dtype)
+    tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     gate_T = torch.sigmoid(tau_T * (_log_ratio(out).exp() - 1)) * 4 / tau_T
     return -gate_T * advantages_T, _metrics(out, batch)
 
