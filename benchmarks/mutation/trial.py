@@ -169,7 +169,8 @@ class _Watcher:
         self.killer = ""
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        settings.register_profile("mutants", settings.default, phases=(Phase.explicit, Phase.generate))  # type: ignore[arg-type]
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutants", settings.default, phases=phases, report_multiple_bugs=False)  # type: ignore[arg-type]
         settings.load_profile("mutants")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
