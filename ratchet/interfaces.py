@@ -28,7 +28,8 @@ class Outputs:
     train. `old_logprobs` [T], detached: the batch's column, or, where the batch gets a single optimizer step, the live
     ones. `entropy` [T] (nats, under the temperature) and `values` [T] are aligned with `logprobs`: entry t belongs to the
     prediction *of* token t. `token_scores` [T]: the scalar head at each token itself; `scores` [S]: at each sequence's last
-    one. `topk_logprobs` [T, K]: log p of the K tokens in the batch's column `teacher_ids`, 0 where a token does not train.
+    one. `topk_logprobs` [T, K + 1]: log p of the K tokens in the batch's column `teacher_ids`, and of any other (no last column
+    where K is the whole vocabulary); 0 where a token does not train.
     `sequence_sum` sums a token column within each sequence, over context-parallel ranks too.
     """
 
@@ -75,8 +76,8 @@ class Learner(Protocol):
 
     async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
         """Columns without gradient, at `predicted_T`: "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
-        "topk_ids" (int64) and "topk_logprobs" [T, K] of the K likeliest tokens (top_k=0: of all, in order of their ids); on
-        the CPU, in float32, or float64 for a float64 model."""
+        "topk_ids" (int64) [T, K] and "topk_logprobs" [T, K + 1] of the K likeliest tokens and of any other (top_k=0: [T, V], of
+        all in order of their ids); on the CPU, in float32, or float64 for a float64 model."""
         ...
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:

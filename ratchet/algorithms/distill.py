@@ -19,7 +19,7 @@ DISTILLED = {
 
 def build(config: DistillationConfig) -> Algorithm:
     mix = 0.5 if config.mix is None else config.mix
-    loss = partial(divergence, objective=config.objective, mix=mix, all_columns=config.top_k is None)
+    loss = partial(divergence, objective=config.objective, mix=mix)
     roles = teacher_roles(config.teacher)
     passes = [
         Pass(role, wanted, column, tag=role.partition("/")[2] or None, top_k=config.top_k or 0)

@@ -61,8 +61,8 @@ def chosen_mean(batch: Batch) -> Tensor:
 
 
 def step_mean(batch: Batch) -> Tensor:
-    """Mean over the labelled ends of steps (turns with a reward of their own) of training rows. Sums to 1."""
-    return _mean_over(~batch.turn_rewards_T.isnan() & batch.train_S[batch.sequence_T])
+    """Mean over the labelled ends of steps (turns with a reward of their own) that train. Sums to 1."""
+    return _mean_over(~batch.turn_rewards_T.isnan() & batch.trainable_T)
 
 
 def _mean_over(mask_T: Tensor) -> Tensor:

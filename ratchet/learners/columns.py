@@ -43,8 +43,8 @@ class Wanted:
 def token_columns(
     logits: Logits, hidden_Td: Tensor, batch: Batch, mask_T: Tensor, wanted: Wanted, *, chunk_rows: int
 ) -> dict[str, Tensor]:
-    """ "logprobs" [T], and "entropy" [T], "topk_logprobs" and "topk_ids" [T, K] as wanted, at the tokens of the mask under each
-    row's temperature; 0 elsewhere.
+    """ "logprobs" [T], and "entropy" [T], "topk_ids" [T, K] and "topk_logprobs" [T, K + 1] (or [T, V], see `outcomes`) as wanted,
+    at the tokens of the mask under each row's temperature; 0 elsewhere.
 
     A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded it.
     """
@@ -81,12 +81,23 @@ def _chunk(
     if wanted.entropy:
         columns.append(-(all_nV.exp() * all_nV).sum(-1))
     if wanted.of_ids:
-        columns.append(all_nV.gather(1, ids_nK))
-    if wanted.top and wanted.top_k:
-        columns += all_nV.topk(min(wanted.top_k, all_nV.shape[1]), dim=-1)
-    elif wanted.top:
-        columns += [all_nV, torch.arange(all_nV.shape[1], device=all_nV.device).expand(all_nV.shape)]
+        columns.append(outcomes(all_nV, ids_nK))
+    if wanted.top:
+        ids_nK = torch.arange(all_nV.shape[1], device=all_nV.device).expand(all_nV.shape)
+        if 0 < wanted.top_k < all_nV.shape[1]:
+            ids_nK = all_nV.topk(wanted.top_k, dim=-1).indices
+        columns += [outcomes(all_nV, ids_nK), ids_nK]
     return tuple(columns)
+
+
+def outcomes(all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+    """log p of K tokens and, unless they are all, of "any other" in a last column. That one is summed up, not taken as what the
+    others leave of 1: of a sharp distribution nothing would be left in float32, and its gradient would be gone."""
+    chosen_nK = all_nV.gather(1, ids_nK)
+    if ids_nK.shape[1] == all_nV.shape[1]:
+        return chosen_nK
+    rest_n = all_nV.scatter(1, ids_nK, -torch.inf).logsumexp(-1)
+    return torch.cat([chosen_nK, rest_n[:, None]], dim=-1)
 
 
 def state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:

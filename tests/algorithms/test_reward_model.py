@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward, score_regression
-from ratchet.algorithms.weightings import prompt_mean, step_mean
+from ratchet.algorithms.weightings import prompt_mean, sequence_mean, step_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
@@ -201,3 +201,26 @@ def test_sure_scores_stay_finite():
     x_T, _ = process_reward(stepped(batch, scores_T), batch)
     assert x_T.tolist() == near([0, 0, 800, 0, 600, 0])
     assert gradient(x_T.sum(), scores_T).tolist() == near([0, 0, -1, 0, 0.75, 0])
+
+
+def test_rows_without_a_reward_that_do_not_train_leave_regression_alone():
+    """A reference row has no reward: its NaN must reach neither the loss nor the gradient."""
+    rows = [
+        Row("g", 0, [1, 2], [False, True], "scored", 2.0),
+        Row("g", 1, [1, 2], [False, True], "unjudged", None, "reference"),
+    ]
+    term = Term("mse", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"}))
+    batch, scores_S = weigh(pack(groups(rows)), term), leaf([0.5, 1.0])
+    loss, metrics = term(scored(batch, scores_S), batch)
+    assert loss.item() == near(2.25)
+    assert gradient(loss, scores_S).tolist() == near([-3.0, 0.0])
+    assert all(metric.isfinite() for metric in metrics.values())
+
+
+@pytest.mark.parametrize("label", [-0.5, 1.5])
+def test_a_label_that_is_no_probability_is_refused(label: float):
+    """Cross entropy with such a label has no minimum: the score would run away without end."""
+    row = Row("odd one", 0, [1, 2], [False, True], "unjudged")
+    batch = pack(step_groups([row], [[None, label]]))
+    with pytest.raises(DataError, match="odd one"):
+        process_reward(stepped(batch, torch.zeros(2, dtype=torch.float64)), batch)

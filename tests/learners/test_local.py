@@ -9,10 +9,12 @@ from ratchet.algorithms.config.advantages import GroupRelative
 from ratchet.algorithms.config.policy_gradient import GRPOConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.config.supervised import SFTConfig
+from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
+from ratchet.algorithms.passes import fill
 from ratchet.algorithms.policy_gradient import build
-from ratchet.algorithms.losses.base import entropy_bonus, nll
 from ratchet.algorithms.sft import build_sft
 from ratchet.algorithms.weightings import token_mean
+from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
@@ -63,7 +65,7 @@ def prepared(algorithm, made=None):
 
 def gradient(made, batch, terms):
     sums = made._accumulate(batch.take(weighing_rows(batch, terms)), terms)
-    return torch.cat([p.grad.flatten() for p in made.model.parameters()]), sums
+    return torch.cat([p.grad.flatten() for p in made.model.parameters() if p.grad is not None]), sums
 
 
 ALGORITHMS = {
@@ -275,3 +277,81 @@ def test_entropy_alone_needs_no_logprobs():
     before = asyncio.run(learner().update(batch, algorithm.losses["policy"]))
     assert 0 < before["entropy/entropy"] < 3.2  # ln 23 = 3.135
     assert replace(algorithm, minibatches=2).updates_per_batch == 2
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 4, VOCAB, VOCAB + 9])
+@pytest.mark.parametrize("tokens", [5, 10_000])
+def test_the_likeliest_tokens_and_the_rest_of_the_mass(top_k, tokens):
+    batch = pack(groups())
+    made = learner(LocalConfig(micro_batch_tokens=tokens))
+    found = asyncio.run(made.score(batch, ["topk_ids", "topk_logprobs"], top_k=top_k))
+    k = VOCAB if top_k in (0, VOCAB + 9) else top_k
+    assert found["topk_ids"].shape == (batch.n_tokens, k)
+    assert found["topk_logprobs"].shape == (batch.n_tokens, k + (k < VOCAB))
+    before = softmax_before(made.model, batch).detach()
+    for t in batch.predicted_T.nonzero()[:, 0].tolist():
+        ids, logprobs = found["topk_ids"][t], found["topk_logprobs"][t]
+        assert len(set(ids.tolist())) == k
+        assert logprobs.exp().sum().item() == pytest.approx(1, abs=1e-12)
+        torch.testing.assert_close(logprobs[:k], before[t][ids], rtol=1e-10, atol=1e-12)
+        assert set(before[t].topk(k).indices.tolist()) == set(ids.tolist())
+
+
+@pytest.mark.parametrize("rows", [3, 10_000])
+def test_distillation_through_the_learner_is_the_kl_of_the_two_models(rows, monkeypatch):
+    """Forward KL over the whole vocabulary and over the likeliest tokens, by the models' own softmax; value and gradient."""
+    monkeypatch.setattr("ratchet.learners.local.rows_per_chunk", lambda *_: rows)
+    batch, teacher = pack(groups()), learner(net=model(seed=4))
+    for top_k, all_of_it in ((0, True), (3, False)):
+        algorithm = construct(resolve("algorithm", {"kind": "distill_off_policy", "teacher": "x", "top_k": top_k or None}))
+        filled = asyncio.run(fill(batch, algorithm, {"teacher": teacher}))
+        weighed = algorithm.weigh(filled, AlgoState())
+        made = learner()
+        found, sums = gradient(made, weighed, algorithm.losses["policy"])
+        net = model()
+        log_q, log_p = (softmax_before(m, batch) for m in (net, teacher.model))
+        mask = batch.trainable_T
+        if all_of_it:
+            kl_T = (log_p.exp() * (log_p - log_q)).sum(-1)
+        else:
+            ids = log_p.topk(3).indices
+            p, q = ((m.gather(1, ids).exp()) for m in (log_p, log_q))
+            rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
+            kl_T = (p * (p / q).log()).sum(-1) + rest_p * (rest_p / rest_q).log()
+        loss = kl_T[mask].mean()
+        loss.backward()
+        assert sums["loss"].item() == pytest.approx(loss.item(), rel=1e-9)
+        expected = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+
+
+def softmax_before(net, batch):
+    """log p of every token of the vocabulary at each place, [T, V], under the rows' temperatures."""
+    hidden = net.hidden(batch.tokens_T, batch.positions_T, batch.lengths_S.tolist())
+    temperature_T = batch.temperature_S[batch.sequence_T][:, None]
+    return (net.logits(hidden) / temperature_T).log_softmax(-1).roll(1, 0)
+
+
+@pytest.mark.parametrize("name", ["values", "token_scores"])
+def test_gradients_reach_the_head_and_the_body(name):
+    batch = pack(groups())
+    head = ScalarHead(16).init_weights(1, std=0.5).double()
+    made = learner(head=head)
+    returns = torch.linspace(-1, 1, batch.n_tokens, dtype=torch.float64)
+    algorithm = construct(resolve("algorithm", {"kind": "ppo"}))
+    weighed = algorithm.weigh(batch.fill_tokens(returns=returns, values=torch.zeros_like(returns)), AlgoState())
+    term = replace(algorithm.losses["critic"][0], fn=squared_gap if name == "token_scores" else value_loss)
+    term = replace(term, needs=frozenset({name}))
+    found, _ = gradient(made, weighed, [term])
+    net, own = model(), ScalarHead(16).init_weights(1, std=0.5).double()
+    scalars = own(net.hidden(batch.tokens_T, batch.positions_T, batch.lengths_S.tolist()))
+    seen = scalars.roll(1, 0) if name == "values" else scalars
+    loss = ((seen - returns)[batch.trainable_T].square() / 2).mean()
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(head.weight.grad, own.weight.grad, rtol=1e-8, atol=1e-12)
+
+
+def squared_gap(out, batch):
+    return (out.need("token_scores") - batch.need("returns")).square() / 2, {}

@@ -1,7 +1,7 @@
 """Distillation: divergences between teacher and student over the vocabulary, or over the teacher's likeliest tokens.
 
-T = tokens, K = teacher columns, V = vocabulary. With K < V both distributions are taken over K + 1 outcomes: the K tokens, and
-"any other" with the remaining mass. That bounds the divergence over the vocabulary from below, and tends to it with K.
+T = tokens, N = those that train, K = outcomes: the vocabulary, or the teacher's likeliest tokens and "any other" with the
+remaining mass, which bounds the divergence over the vocabulary from below and tends to it the more tokens there are.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ from ratchet.interfaces import Outputs
 Objective = Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"]
 
 
-def divergence(
-    out: Outputs, batch: Batch, *, objective: Objective = "forward", mix: float = 0.5, all_columns: bool = False
-) -> tuple[Tensor, Metrics]:
+def divergence(out: Outputs, batch: Batch, *, objective: Objective = "forward", mix: float = 0.5) -> tuple[Tensor, Metrics]:
     """Divergence between teacher p and student q at each trainable token. Token level.
 
     forward: KL(p || q); reverse: KL(q || p); mixed: mix forward + (1 - mix) reverse; js: mix KL(p || m) + (1 - mix) KL(q || m),
     m = mix p + (1 - mix) q (GKD, arXiv:2306.13649, eq. 2); skewed_forward: KL(p || mix p + (1 - mix) q), skewed_reverse:
-    KL(q || (1 - mix) p + mix q) (DistiLLM, arXiv:2402.03898, eq. 4, 5). all_columns: the K columns are the whole vocabulary.
-    Reads `teacher_topk_logprobs` [T, K]; the student's `topk_logprobs` [T, K] are of the same tokens.
+    KL(q || (1 - mix) p + mix q) (DistiLLM, arXiv:2402.03898, eq. 4, 5). Reads `teacher_topk_logprobs`; the student's
+    `topk_logprobs` are of the same outcomes.
     """
     mask_T = batch.trainable_T
     p_NK = batch.need("teacher_topk_logprobs")[mask_T]
     q_NK = out.need("topk_logprobs")[mask_T]
-    if not all_columns:
-        p_NK, q_NK = with_rest(p_NK), with_rest(q_NK)
     forward_N = kl(p_NK, q_NK)
     x_N = {
         "forward": lambda: forward_N,
@@ -51,16 +47,6 @@ def kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
     there_NK = p_NK > -torch.inf
     safe_NK = torch.where(there_NK, p_NK, 0.0)
     return torch.where(there_NK, safe_NK.exp() * (safe_NK - q_NK), 0.0).sum(-1)
-
-
-def with_rest(logprobs_NK: Tensor) -> Tensor:
-    """With one more outcome: log(1 - sum of the others). [N, K] -> [N, K + 1]
-
-    A sum that rounding lifts to 1 or beyond leaves the rest at the type's resolution, without gradient.
-    """
-    taken_N1 = logprobs_NK.exp().sum(-1, keepdim=True)
-    rest_N1 = (1 - taken_N1).clamp(min=torch.finfo(logprobs_NK.dtype).eps)
-    return torch.cat([logprobs_NK, rest_N1.log()], dim=-1)
 
 
 def _blend(a_NK: Tensor, b_NK: Tensor, share: float) -> Tensor:

@@ -28,10 +28,19 @@ def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     if bool(wrong_G.any()):
         group = int(wrong_G.nonzero()[0])
         raise DataError(
-            f"group {batch.group_ids[group]} is no pair: it has {int(sizes_G[group])} rows; a preference is two rows to train "
-            "on, the chosen one first"
+            f"group {batch.group_ids[group]} is no pair: a preference is two rows to train on, the chosen one first, and "
+            f"nothing else; it has {int(sizes_G[group])} rows, {int(batch.group_sum(batch.train_S.double())[group])} to train on"
         )
     return x_S[0::2], x_S[1::2]
+
+
+def rewards_of(batch: Batch) -> Tensor:
+    """[S], 0 for rows that don't train. Raises DataError for a training row that nobody scored."""
+    lacks_S = batch.train_S & ~batch.scored_S
+    if bool(lacks_S.any()):
+        group = batch.group_ids[int(batch.group_S[lacks_S][0])]
+        raise DataError(f"group {group} has a row without a reward, which this loss is about: give every answer one")
+    return batch.rewards_S.nan_to_num(0.0)
 
 
 def logratios(out: Outputs, batch: Batch, normalize: Normalize) -> Tensor:
@@ -77,7 +86,7 @@ def rpo(out: Outputs, batch: Batch, *, beta: float, eta: float, normalize: Norma
     """KL(Bernoulli(b) || Bernoulli(a)), b = sigmoid(eta (reward of chosen - reward of rejected)), a = sigmoid(beta D): how much
     better the chosen one is counts too. Reward-aware preference optimisation (arXiv:2406.11704, section 3.3.2)."""
     margin_G, metrics = _margin(out, batch, normalize)
-    better_G, worse_G = pairs(batch.rewards_S, batch)
+    better_G, worse_G = pairs(rewards_of(batch), batch)
     wanted_G, given_G = eta * (better_G - worse_G), beta * margin_G
     b_G = wanted_G.sigmoid()
     yes_G = F.logsigmoid(wanted_G) - F.logsigmoid(given_G)
@@ -121,7 +130,7 @@ def kto(out: Outputs, batch: Batch, *, beta: float, desirable: float = 1.0, unde
     v = beta (logratio - z0). KTO (arXiv:2402.01306) eq. 8. Sequence level."""
     ratio_S = logratios(out, batch, "sum")
     v_S = beta * (ratio_S - batch.need("kto_z0"))
-    good_S = batch.rewards_S > 0
+    good_S = rewards_of(batch) > 0
     x_S = torch.where(good_S, desirable * torch.sigmoid(-v_S), undesirable * torch.sigmoid(v_S))
     hit_S = (ratio_S.detach() > 0) == good_S
     return x_S, {"logratio": ratio_S.detach(), "accuracy": hit_S.to(x_S.dtype)}

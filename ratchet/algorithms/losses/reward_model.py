@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ratchet.algorithms.losses.base import Metrics
-from ratchet.algorithms.losses.preference import pairs
+from ratchet.algorithms.losses.preference import pairs, rewards_of
 from ratchet.batch import Batch
+from ratchet.errors import DataError
 from ratchet.interfaces import Outputs
 
 
@@ -26,13 +27,18 @@ def bradley_terry(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 def score_regression(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     """(score - reward)^2 (HelpSteer2, arXiv:2406.08673, section 3). Sequence level."""
     scores_S = out.need("scores")
-    return (scores_S - batch.rewards_S).square(), {"score": scores_S.detach()}
+    return (scores_S - rewards_of(batch)).square(), {"score": scores_S.detach()}
 
 
 def process_reward(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     """Binary cross entropy of sigmoid(score at the last token of a step) with the step's label in [0, 1], a turn's own reward;
-    0 at other tokens. Let's verify step by step (arXiv:2305.20050), section 2.6. Token level."""
+    0 at other tokens. Let's verify step by step (arXiv:2305.20050), section 2.6. Token level. Raises DataError for a label
+    outside: the score would run away without end."""
     labelled_T = ~batch.turn_rewards_T.isnan()
+    outside_T = labelled_T & ((batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1))
+    if bool(outside_T.any()):
+        group = batch.group_ids[int(batch.group_S[batch.sequence_T[outside_T][0]])]
+        raise DataError(f"group {group}: a step has the label {batch.turn_rewards_T[outside_T][0]:g}: it must lie in [0, 1]")
     labels_T = batch.turn_rewards_T.nan_to_num(0.0)
     scores_T = out.need("token_scores")
     x_T = F.binary_cross_entropy_with_logits(scores_T, labels_T.to(scores_T.dtype), reduction="none")
