@@ -10,11 +10,14 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, Pass
 from ratchet.batch import Batch
+from ratchet.errors import DataError
 from ratchet.interfaces import Learner
 
 
 async def fill(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> Batch:
-    """Runs the passes in order. What follows one another of the same role, rows and width is computed in one go."""
+    """Runs the passes in order. What follows one another of the same role, rows and width is computed in one go. Raises
+    DataError for a task whose tag no pass of a column is for: its rows would stay without a teacher."""
+    _require_every_tag(batch, algo)
     for (role, tag, top_k), items in itertools.groupby(algo.passes, key=lambda item: (item.role, item.tag, item.top_k)):
         passes = list(items)
         rows = None if tag is None else _tagged(batch, tag)
@@ -25,6 +28,19 @@ async def fill(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> B
         for item in passes:
             batch = _placed(batch, item, columns[item.wanted], rows)
     return batch
+
+
+def _require_every_tag(batch: Batch, algo: Algorithm) -> None:
+    served: dict[str, set[str | None]] = {}
+    for item in algo.passes:
+        served.setdefault(item.produces, set()).add(item.tag)
+    for column, tags in served.items():
+        missing = set() if None in tags else {batch.tags[index] for index in batch.tag_S.tolist()} - tags
+        if missing:
+            named = ", ".join(sorted(str(tag) for tag in tags))
+            raise DataError(
+                f"a task has the tag '{min(missing)}', and {column} is only filled for {named}: add a teacher for it"
+            )
 
 
 def _tagged(batch: Batch, tag: str) -> list[int]:

@@ -58,6 +58,17 @@ def test_attempts_are_in_order_and_each_has_its_own_seed():
     assert len({tuple(t) for t in tokens(group)}) > 1, "attempts of one group must differ in seed"
 
 
+def test_a_greedy_baseline_is_one_attempt_more_and_never_trains():
+    (task,) = tasks(1)
+    plain = asyncio.run(manager().group(task, SAMPLING, group_id="s/0", attempts=3))
+    group = asyncio.run(manager().group(task, SAMPLING, group_id="s/0", attempts=3, greedy=True))
+    assert [t.use for t in group.trajectories] == ["train"] * 3 + ["baseline"]
+    assert [t.temperature for t in group.trajectories] == [1.0] * 3 + [0.0]
+    assert [t.attempt for t in group.trajectories] == [0, 1, 2, 3]
+    assert group.trajectories[3].reward is not None
+    assert [t.tokens.tolist() for t in group.trajectories[:3]] == [t.tokens.tolist() for t in plain.trajectories]
+
+
 def test_one_environment_instance_never_serves_two_attempts_at_once():
     playing = set()
 
