@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides of any key: algorithm.group_size=16")]
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 Target = Annotated[Path, typer.Argument(help="A run directory, or a Hugging Face model directory.")]
 
 
@@ -38,12 +40,21 @@ def train(
 
 
 @app.command()
-def check(recipe: Annotated[Path, typer.Argument(help="A recipe (YAML).")], overrides: Overrides = None) -> None:
-    """Validate a recipe and show what it works out to."""
+def check(
+    target: Annotated[str, typer.Argument(help="A recipe (YAML), or the path of an algorithm: my_pkg.my_algo:MINE")],
+    overrides: Overrides = None,
+) -> None:
+    """Validate a recipe and show what it works out to; or hold an algorithm to what every algorithm must do."""
+    if IMPORT_PATH.fullmatch(target) and not Path(target).exists():
+        from ratchet.testing.named import check_named
+
+        table, holds = check_named(target, overrides or [])
+        typer.echo(table)
+        raise typer.Exit(not holds)
     from ratchet.config.check import describe
     from ratchet.config.loader import load_config
 
-    typer.echo(describe(load_config(recipe, overrides or [])))
+    typer.echo(describe(load_config(target, overrides or [])))
 
 
 @app.command(name="eval")

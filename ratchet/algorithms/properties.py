@@ -39,17 +39,17 @@ def page(exemptions: Mapping[str, Mapping[str, str]]) -> str:
         f"| algorithm | {' | '.join(PROPERTIES)} |",
         f"| --- |{' --- |' * len(PROPERTIES)}",
     ]
-    reasons: dict[tuple[str, str], int] = {}
+    reasons: dict[str, int] = {}
     for algorithm, exempt in exemptions.items():
-        cells = [_cell(reasons, name, exempt.get(name)) for name in PROPERTIES]
+        cells = [_cell(reasons, exempt.get(name)) for name in PROPERTIES]
         lines.append(f"| `{algorithm}` | {' | '.join(cells)} |")
-    lines += ["", "holds: claimed and checked. exempt: does not hold. n/a: has no such thing.", ""]
-    lines += [f"{number}. {name}: {reason}." for (name, reason), number in reasons.items()]
+    lines += ["", "holds: claimed and checked. exempt: does not hold, checked too. n/a: has no such thing.", ""]
+    lines += [f"{number}. {reason}." for reason, number in reasons.items()]
     return "\n".join([*lines, ""])
 
 
-def _cell(reasons: dict[tuple[str, str], int], name: str, reason: str | None) -> str:
+def _cell(reasons: dict[str, int], reason: str | None) -> str:
     if reason is None:
         return "holds"
-    number = reasons.setdefault((name, reason), len(reasons) + 1)
+    number = reasons.setdefault(reason, len(reasons) + 1)
     return f"{'exempt' if applies(reason) else 'n/a'} ({number})"

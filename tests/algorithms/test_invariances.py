@@ -1,11 +1,11 @@
-"""Normalise once, then only sum: no split, order or neighbour changes a loss or a gradient.
+"""What takes no part leaves everything alone. How a batch is cut, packed and ordered: `tests/testing/test_algorithms.py`.
 
 T = all tokens laid end to end.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -14,15 +14,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.cases import column, gradient, groups, leaf, outputs, rollouts
-from oracles.ragged import Row, flat, in_order
+from oracles.ragged import Row, flat
 from torch import Tensor
 
-from ratchet.algorithms.advantages import group_relative
+from ratchet.algorithms.advantages.group import group_relative
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.losses import clipped_surrogate, entropy_bonus, kl_penalty
+from ratchet.algorithms.kl import kl_penalty
+from ratchet.algorithms.losses.base import entropy_bonus
+from ratchet.algorithms.losses.policy import clipped_surrogate
 from ratchet.algorithms.weightings import fixed_length, prompt_mean, sequence_mean, token_mean
 from ratchet.batch import Batch
+from ratchet.config.kinds import KINDS
 from ratchet.data.packing import pack
+from ratchet.testing.named import built_in
+from ratchet.testing.synthetic import Draw, TinyRole
+from ratchet.testing.updates import Update, differentiated, same
 
 WEIGHTINGS = st.sampled_from([token_mean, sequence_mean, prompt_mean, partial(fixed_length, length=7)])
 COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy")
@@ -45,19 +51,17 @@ def with_references(rows: list[Row]) -> list[Row]:
 
 def prepare(rows: list[Row], algo: Algorithm) -> Batch:
     batch = pack(groups(rows)).fill_tokens(ref_logprobs=column([row.ref_logprobs for row in rows]))
-    return algo.weigh(algo.advantage(batch, AlgoState()))
+    return algo.weigh(algo.advantage(batch, AlgoState()), AlgoState())
 
 
-def loss_and_slopes(batch: Batch, rows: list[Row], algo: Algorithm) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(loss, d loss / d logprob [T], metrics), the loss of all terms summed."""
+def loss_and_slopes(batch: Batch, rows: list[Row], algo: Algorithm) -> tuple[Tensor, Tensor]:
+    """(loss, d loss / d logprob [T]) of all terms together."""
     logprobs_T, entropy_T = leaf([row.logprobs for row in rows]), column([row.entropy for row in rows])
     out = outputs(batch, logprobs_T, rows, entropy_T)
-    loss, metrics = torch.zeros((), dtype=torch.float64), {}
+    loss = torch.zeros((), dtype=torch.float64)
     for term in algo.losses["policy"]:
-        value, found = term(out, batch)
-        loss = loss + value
-        metrics.update({f"{term.name}/{name}": metric for name, metric in found.items()})
-    return loss.detach(), gradient(loss, logprobs_T), metrics
+        loss = loss + term(out, batch)[0]
+    return loss.detach(), gradient(loss, logprobs_T)
 
 
 def by_row(values_T: Tensor, rows: list[Row]) -> dict[int, list[float]]:
@@ -72,67 +76,6 @@ def assert_same(found: dict[int, list[float]], expected: dict[int, list[float]])
         assert found[key] == pytest.approx(expected[key], rel=1e-10, abs=1e-13)
 
 
-@given(rows=rollouts(), weighting=WEIGHTINGS, data=st.data())
-def test_order_of_groups_and_of_rows_does_not_matter(rows: list[Row], weighting, data: st.DataObject):
-    rows, algo = with_references(rows), algorithm(weighting)
-    order = data.draw(st.permutations(in_order(rows)))
-    shuffled = [row for g in order for row in data.draw(st.permutations([r for r in rows if r.group == g]))]
-    loss, slopes, metrics = loss_and_slopes(prepare(rows, algo), rows, algo)
-    other_loss, other_slopes, other_metrics = loss_and_slopes(prepare(shuffled, algo), shuffled, algo)
-    assert other_loss.item() == pytest.approx(loss.item(), rel=1e-10, abs=1e-13)
-    assert_same(by_row(other_slopes, shuffled), by_row(slopes, rows))
-    for name in metrics:
-        assert other_metrics[name].item() == pytest.approx(metrics[name].item(), rel=1e-10, abs=1e-13)
-
-
-@given(rows=rollouts(), weighting=WEIGHTINGS, data=st.data())
-def test_micro_batches_sum_to_the_whole(rows: list[Row], weighting, data: st.DataObject):
-    """Weighed once, cut anywhere, in any order, groups torn apart."""
-    rows, algo = with_references(rows), algorithm(weighting)
-    if not rows:
-        return
-    whole = prepare(rows, algo)
-    loss, slopes, metrics = loss_and_slopes(whole, rows, algo)
-    order = data.draw(st.permutations(range(len(rows))))
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows)), max_size=3)) | {0, len(rows)})
-    total, parts, sums = 0.0, {}, dict.fromkeys(metrics, 0.0)
-    for start, end in itertools.pairwise(cuts):
-        picked = order[start:end]
-        some = [rows[i] for i in picked]
-        part, part_slopes, part_metrics = loss_and_slopes(whole.take(picked), some, algo)
-        total += part.item()
-        parts |= by_row(part_slopes, some)
-        sums = {name: sums[name] + part_metrics[name].item() for name in sums}
-    assert total == pytest.approx(loss.item(), rel=1e-10, abs=1e-13)
-    assert_same(parts, by_row(slopes, rows))
-    assert sums == pytest.approx({name: metric.item() for name, metric in metrics.items()}, rel=1e-10, abs=1e-13)
-
-
-@given(rows=rollouts(), weighting=WEIGHTINGS, data=st.data())
-def test_a_neighbours_logprobs_change_nothing(rows: list[Row], weighting, data: st.DataObject):
-    """Another trajectory's logprobs never reach a row's contribution, to the last bit."""
-    rows, algo = with_references(rows), algorithm(weighting)
-    if len(rows) < 2:
-        return
-    batch = prepare(rows, algo)
-    victim = data.draw(st.integers(0, len(rows) - 1))
-    moved = [row if i == victim else replace(row, logprobs=[lp - 0.7 for lp in row.logprobs]) for i, row in enumerate(rows)]
-    start = int(batch.starts_S[victim])
-    own = slice(start, start + len(rows[victim].tokens))
-    for term in algo.losses["policy"]:
-        found = []
-        for variant in (rows, moved):
-            logprobs_T, entropy_T = leaf([r.logprobs for r in variant]), leaf([r.entropy for r in variant])
-            x_T, metrics = term.fn(outputs(batch, logprobs_T, rows, entropy_T), batch)
-            slopes_T = gradient(x_T[own].sum(), logprobs_T)
-            elsewhere = torch.ones(batch.n_tokens, dtype=torch.bool)
-            elsewhere[own] = False
-            assert not slopes_T[elsewhere].any()
-            found.append([x_T[own], slopes_T[own], *(m[own] for m in metrics.values())])
-        for a, b in zip(*found, strict=True):
-            assert torch.equal(a, b)
-
-
 def noise(row: Row, numbers: list[float]) -> list[float]:
     """The row's numbers at the tokens that train, others elsewhere."""
     return [x if trains else 1.7 * t - 3 for t, (trains, x) in enumerate(zip(row.mask, numbers, strict=True))]
@@ -143,8 +86,8 @@ def test_tokens_that_do_not_train_reach_nothing(rows: list[Row], weighting):
     """Prompt, environment and baseline tokens may hold any numbers in any column."""
     rows, algo = with_references(rows), algorithm(weighting)
     noisy = [replace(row, **{name: noise(row, getattr(row, name)) for name in COLUMNS}) for row in rows]
-    loss, slopes, _ = loss_and_slopes(prepare(rows, algo), rows, algo)
-    noisy_loss, noisy_slopes, _ = loss_and_slopes(prepare(noisy, algo), noisy, algo)
+    loss, slopes = loss_and_slopes(prepare(rows, algo), rows, algo)
+    noisy_loss, noisy_slopes = loss_and_slopes(prepare(noisy, algo), noisy, algo)
     assert torch.equal(noisy_loss, loss)
     assert torch.equal(noisy_slopes, slopes)
     assert not slopes[~torch.tensor(flat([row.mask for row in rows]), dtype=torch.bool)].any()
@@ -156,8 +99,8 @@ def test_rows_that_take_no_part_leave_the_rest_alone(rows: list[Row], weighting)
     algo = algorithm(weighting)
     rows = with_references(rows)  # failures are not even packed
     alone = [row for row in rows if row.takes_part]
-    loss, slopes, _ = loss_and_slopes(prepare(rows, algo), rows, algo)
-    expected_loss, expected, _ = loss_and_slopes(prepare(alone, algo), alone, algo)
+    loss, slopes = loss_and_slopes(prepare(rows, algo), rows, algo)
+    expected_loss, expected = loss_and_slopes(prepare(alone, algo), alone, algo)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-10, abs=1e-13)
     found = by_row(slopes, rows)
     assert_same({id(row): found[id(row)] for row in alone}, by_row(expected, alone))
@@ -174,3 +117,29 @@ def test_zero_advantage_rows_still_feel_the_kl(rows: list[Row]):
         slopes_T = gradient(term(outputs(batch, logprobs_T, rows), batch)[0], logprobs_T)
         trains = torch.tensor(flat([row.mask for row in rows]), dtype=torch.bool)
         assert bool(slopes_T.any()) == (moves and bool(trains.any()))
+
+
+class Noisy(TinyRole):
+    """Says anything where nothing trains, as far as it is asked about predictions."""
+
+    def outputs(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+        columns = super().outputs(batch, needs).items()
+        return {n: column if n in ("scores", "token_scores") else anything(batch, column) for n, column in columns}
+
+
+def anything(batch: Batch, column: Tensor) -> Tensor:
+    mask = batch.trainable_T.reshape(-1, *[1] * (column.dim() - 1))
+    return torch.where(mask, column, -3.7) if column.is_floating_point() else column
+
+
+@pytest.mark.parametrize("kind", KINDS["algorithm"])
+def test_no_loss_reads_what_does_not_train(kind: str):
+    """Of any built-in algorithm, after the estimators."""
+    algo = built_in(kind)
+    update = Update.of(algo, Draw(seed=5).groups(algo))
+    noisy_columns = {name: anything(update.batch, column) for name, column in update.batch.token_columns.items()}
+    models = {name: Noisy(name, drift=0.1) for name in algo.losses}
+    noisy = replace(update, models=models, batch=update.batch.fill_tokens(**noisy_columns))
+    for role in algo.losses:
+        rows = range(update.batch.n_sequences)
+        same(differentiated(noisy, role, rows), differentiated(update, role, rows), "with noise where nothing trains")

@@ -127,13 +127,16 @@ class GiGPO(Part):
 
     function: ClassVar[str] = f"{TEMPORAL}:gigpo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
-    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": SAME_STATE, "lone_attempt": SAME_STATE}
 
     kind: Literal["gigpo"] = "gigpo"
     gamma: float = Field(default=0.95, gt=0, le=1, description="Discount a turn.")
     step_weight: float = Field(default=1.0, ge=0, description="Of the turns' part beside the episodes'.")
     scale: ScaleField = "std"
     epsilon: Epsilon = 1e-6
+
+    @property
+    def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {"equal_rewards": SAME_STATE, "lone_attempt": SAME_STATE} if self.step_weight else {}
 
 
 class OnPolicyDistillation(Part):
