@@ -63,7 +63,7 @@ def test_spans_end_where_both_have_a_boundary_whoever_has_the_longer_tokens(merg
     student, spelt = merged, byte_tokenizer()
     teacher, _ = teacher_of(spelt, student)
     made = teacher.translate(student.encode("hello world"), [True, True])
-    assert made.spans == [(range(0, 1), range(0, 5)), (range(1, 2), range(5, 11))]
+    assert made.spans == [(range(1), range(5)), (range(1, 2), range(5, 11))]
 
 
 def test_tokens_that_overlap_share_a_span():
@@ -72,7 +72,7 @@ def test_tokens_that_overlap_share_a_span():
     teacher, _ = teacher_of(right, left)
     assert (len(left.encode("abc")), len(right.encode("abc"))) == (2, 2)
     made = teacher.translate(left.encode("abc"), [True, True])
-    assert made.spans == [(range(0, 2), range(0, 2))]
+    assert made.spans == [(range(2), range(2))]
 
 
 def test_bytes_of_one_character_share_a_span():
@@ -82,7 +82,7 @@ def test_bytes_of_one_character_share_a_span():
     assert len(tokens) == 1 + 2 + 3 + 1
     made = teacher.translate(tokens, [True] * 7)
     assert made.spans == [
-        (range(0, 1), range(0, 1)),
+        (range(1), range(1)),
         (range(1, 3), range(1, 2)),
         (range(3, 6), range(2, 3)),
         (range(6, 7), range(3, 4)),
