@@ -55,6 +55,10 @@ VARIANTS = {
         },
     ),
     "teacher of other tokens": ("on_policy_distillation", {"teacher_tokens": "aligned"}),
+    "two teachers of other tokens": (
+        "on_policy_distillation",
+        {"teacher": {"": "path", "other": "path"}, "teacher_tokens": "aligned"},
+    ),
     "mini-batches": ("grpo", {"minibatches": 2, "epochs": 2, "loss": {"kind": "ppo", "dual_clip": 3.0}}),
     "mini-batches with a critic": ("ppo", {"minibatches": 3}),
     "sampler's logprobs": ("dapo", {"old_logprobs": "sampler", "truncated": "drop", "epochs": 2}),

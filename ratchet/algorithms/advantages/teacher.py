@@ -21,7 +21,9 @@ def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
     gap_T = torch.where(batch.trainable_T, gap_T, 0.0)
     if batch.has("teacher_spans"):
         span_T = batch.need("teacher_spans")
-        inside_T = span_T >= 0
-        total = sum_by(span_T[inside_T], gap_T[inside_T], int(span_T.max()) + 1 if len(span_T) else 0)
-        gap_T = torch.where(inside_T & batch.trainable_T, total[span_T.clamp(min=0)], 0.0)
+        # By row too: each teacher numbers the spans of its own rows from 0.
+        keys_T = torch.stack([batch.sequence_T, span_T], dim=1)
+        keys, number_T = torch.unique(keys_T, dim=0, return_inverse=True)
+        total_T = sum_by(number_T, gap_T, len(keys))[number_T]
+        gap_T = torch.where((span_T >= 0) & batch.trainable_T, total_T, 0.0)
     return batch.fill_tokens(advantages=gap_T)
