@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from ratchet.environments.config import ArithmeticConfig as ArithmeticConfig
     from ratchet.environments.config import CountdownConfig as CountdownConfig
     from ratchet.environments.config import GSM8KConfig as GSM8KConfig
+    from ratchet.environments.config import PreferencesConfig as PreferencesConfig
     from ratchet.environments.config import SortingConfig as SortingConfig
     from ratchet.environments.countdown import Countdown as Countdown
     from ratchet.environments.gsm8k import GSM8K as GSM8K
+    from ratchet.environments.preferences import Preferences as Preferences
     from ratchet.environments.sorting import Sorting as Sorting
     from ratchet.loop import train as train
     from ratchet.models.load import init_policy as init_policy
@@ -50,9 +52,10 @@ _HOMES = {
     "ratchet.data.builtin_tokenizers": ("character_tokenizer",),
     "ratchet.data.tokenizer": ("load_tokenizer",),
     "ratchet.environments.arithmetic": ("Arithmetic",),
-    "ratchet.environments.config": ("ArithmeticConfig", "CountdownConfig", "GSM8KConfig", "SortingConfig"),
+    "ratchet.environments.config": ("ArithmeticConfig", "CountdownConfig", "GSM8KConfig", "PreferencesConfig", "SortingConfig"),
     "ratchet.environments.countdown": ("Countdown",),
     "ratchet.environments.gsm8k": ("GSM8K",),
+    "ratchet.environments.preferences": ("Preferences",),
     "ratchet.environments.sorting": ("Sorting",),
     "ratchet.loop": ("train",),
     "ratchet.models.load": ("init_policy", "load_policy"),

@@ -94,6 +94,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "sorting": "ratchet.environments.config:SortingConfig",
         "countdown": "ratchet.environments.config:CountdownConfig",
         "gsm8k": "ratchet.environments.config:GSM8KConfig",
+        "preferences": "ratchet.environments.config:PreferencesConfig",
     },
     "rewards": {
         "exact_match": "ratchet.rewards.config:ExactMatchConfig",

@@ -107,6 +107,7 @@ class PreferencesConfig(EnvironmentConfig):
     """
 
     builds: ClassVar[str] = "ratchet.environments.preferences:Preferences"
+    gives: ClassVar[frozenset[str]] = ALL_SOURCES
     usual_columns: ClassVar[tuple[str, ...]] = (
         *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
         *("completion", "label", "completions", "labels"),
@@ -115,7 +116,7 @@ class PreferencesConfig(EnvironmentConfig):
     train: Path = Field(description="JSON Lines file.")
     test: Path | None = Field(None, description="JSON Lines file.")
     columns: dict[str, str] = Field(
-        default_factory=dict, description="What the files call their columns, where not as usual: {chosen: preferred}."
+        {}, description="What the files call their columns, where not as usual: {chosen: preferred}."
     )
     separator: str = Field("\n", description="Appended to each step of an answer in steps.")
 
