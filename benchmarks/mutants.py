@@ -28,6 +28,7 @@ from mutation.trial import Killers, Result, Trial, preload, run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LEAST_TIMEOUT_S = 30
+FEW_EXAMPLES = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,10 +94,9 @@ def _tests(chosen: argparse.Namespace, root: Path) -> dict[str, tuple[Path, ...]
 def _baseline(tests: Mapping[str, tuple[Path, ...]], root: Path, jobs: int) -> dict[str, int] | None:
     """Processor seconds for a mutant of each file; None when tests fail as things are. Loads the libraries that tests use."""
     timeouts: dict[str, int] = {}
-    trials = (Trial(_module(file), root / file, None, paths, timeout_cpu_s=3600) for file, paths in tests.items())
+    trials = ((file, Trial(_module(file), root / file, None, paths, 3600)) for file, paths in tests.items())
     healthy = True
-    for trial, result in run(trials, root, jobs):
-        file = trial.path.relative_to(root).as_posix()
+    for file, result in run(trials, root, jobs):
         timeouts[file] = max(LEAST_TIMEOUT_S, round(5 * result.cpu_s))
         if result.killed:
             healthy = False
@@ -112,36 +112,33 @@ def _hunt(
     root: Path,
     chosen: argparse.Namespace,
 ) -> dict[str, int]:
+    """Two rounds: a few examples of each property kill most mutants soon; what is left faces them all."""
     killers = Killers()
-    tried: dict[int, Mutant] = {}
-
-    def trials() -> Iterator[Trial]:
-        for mutant in mutants:
-            file, name = mutant.file, mutant.function.rpartition(".")[2]
-            trial = Trial(
-                _module(file),
-                root / file,
-                mutant.code,
-                tests[file],
-                timeout_cpu_s=chosen.timeout or timeouts[file],
-                first=killers.of(f"{file}:{mutant.function}"),
-                hint=name,
-                second=killers.of(file),
-            )
-            tried[id(trial)] = mutant
-            yield trial
-
     counts = {"mutants": len(mutants), "killed": 0, "timeouts": 0, "survived": 0}
-    for trial, result in run(trials(), root, chosen.jobs):
-        mutant = tried[id(trial)]
-        killers.add(result.killer, mutant.file, f"{mutant.file}:{mutant.function}")
-        counts["killed" if result.killed else "survived"] += 1
-        counts["timeouts"] += result.status is None
-        if not result.killed:
-            print(mutant, flush=True)
-        elif chosen.verbose:
-            print(f"killed by {_cause(result)}: {mutant}", flush=True)
-    return counts
+
+    def trials(alive: Sequence[Mutant], examples: int | None) -> Iterator[tuple[Mutant, Trial]]:
+        for mutant in alive:
+            file, function = mutant.file, mutant.function
+            limit = chosen.timeout or timeouts[file]
+            first, second = killers.of(f"{file}:{function}"), killers.of(file)
+            hint = function.rpartition(".")[2]
+            yield mutant, Trial(_module(file), root / file, mutant.code, tests[file], limit, first, hint, second, examples)
+
+    alive = list(mutants)
+    for examples in (FEW_EXAMPLES, None):
+        survivors: list[Mutant] = []
+        for mutant, result in run(trials(alive, examples), root, chosen.jobs):
+            killers.add(result.killer, mutant.file, f"{mutant.file}:{mutant.function}")
+            counts["killed"] += result.killed
+            counts["timeouts"] += result.status is None
+            if not result.killed:
+                survivors.append(mutant)
+                if examples is None:
+                    print(mutant, flush=True)
+            elif chosen.verbose:
+                print(f"killed by {_cause(result)}: {mutant}", flush=True)
+        alive = survivors
+    return counts | {"survived": len(alive)}
 
 
 def _cause(result: Result) -> str:

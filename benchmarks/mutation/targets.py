@@ -7,8 +7,8 @@ TESTS = "tests/algorithms"
 EVERYWHERE = ("mutants_found",)
 
 TARGETS: dict[str, tuple[str, ...]] = {
-    "advantages/common.py": ("advantages", "temporal", "compose"),
-    "advantages/group.py": ("advantages",),
+    "advantages/common.py": ("advantages", "group_advantages", "temporal", "compose"),
+    "advantages/group.py": ("group_advantages", "advantages"),
     "advantages/temporal.py": ("temporal",),
     "advantages/teacher.py": ("compose", "advantages"),
     "advantages/compose.py": ("compose",),

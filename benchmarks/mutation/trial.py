@@ -19,11 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import Phase, settings
 
+Label = TypeVar("Label")
 WAIT = 20  # a process may take this many times its processor time: others work here too
 
 
@@ -45,7 +46,8 @@ class Result:
 @dataclass(frozen=True)
 class Trial:
     """`code` gives the module's tree, called in the fork; None leaves the file as it is. Tests named in `first` are tried
-    before those with `hint` in their name, these before those named in `second`, and all others last."""
+    before those with `hint` in their name, these before those named in `second`, and all others last. examples: of a property;
+    None: as many as usual."""
 
     module: str
     path: Path
@@ -55,27 +57,28 @@ class Trial:
     first: tuple[str, ...] = ()
     hint: str = ""
     second: tuple[str, ...] = ()
+    examples: int | None = None
 
 
-def run(trials: Iterable[Trial], root: Path, jobs: int) -> Iterator[tuple[Trial, Result]]:
-    """Results in the order in which they come; takes a trial only when there is a free place for it."""
+def run(trials: Iterable[tuple[Label, Trial]], root: Path, jobs: int) -> Iterator[tuple[Label, Result]]:
+    """Results by label, in the order in which they come; takes a trial only when there is a free place for it."""
     waiting = iter(trials)
     with selectors.DefaultSelector() as running:
         while True:
-            while len(running.get_map()) < jobs and (trial := next(waiting, None)) is not None:
-                pid, pipe = _fork(trial, root)
-                running.register(pipe, selectors.EVENT_READ, (trial, pid, bytearray()))
+            while len(running.get_map()) < jobs and (item := next(waiting, None)) is not None:
+                pid, pipe = _fork(item[1], root)
+                running.register(pipe, selectors.EVENT_READ, (item[0], pid, bytearray()))
             if not running.get_map():
                 return
             for key, _ in running.select():
-                trial, pid, received = key.data
+                label, pid, received = key.data
                 if chunk := os.read(key.fd, 65536):
                     received.extend(chunk)
                     continue
                 running.unregister(key.fd)
                 os.close(key.fd)
                 _, ended, usage = os.wait4(pid, 0)
-                yield trial, replace(_result(received, ended), cpu_s=usage.ru_utime + usage.ru_stime)
+                yield label, replace(_result(received, ended), cpu_s=usage.ru_utime + usage.ru_stime)
 
 
 def preload(modules: Iterable[str], root: Path) -> None:
@@ -169,8 +172,10 @@ class _Watcher:
         self.killer = ""
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        phases = (Phase.explicit, Phase.generate)
-        settings.register_profile("mutants", settings.default, phases=phases, report_multiple_bugs=False)  # type: ignore[arg-type]
+        changes: dict[str, Any] = {"phases": (Phase.explicit, Phase.generate), "report_multiple_bugs": False}
+        if self._trial.examples is not None:
+            changes["max_examples"] = self._trial.examples
+        settings.register_profile("mutants", settings.default, **changes)  # pyright: ignore[reportArgumentType]
         settings.load_profile("mutants")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
