@@ -28,8 +28,8 @@ def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     if bool(wrong_G.any()):
         group = int(wrong_G.nonzero()[0])
         raise DataError(
-            f"group {batch.group_ids[group]} is no pair: a preference is two rows to train on, the chosen one first, and "
-            f"nothing else; it has {int(sizes_G[group])} rows, {int(batch.group_sum(batch.train_S.double())[group])} to train on"
+            f"group {batch.group_ids[group]} is no pair: a preference is two rows to train on, the chosen one first, and nothing "
+            f"else; it has {int(sizes_G[group])} rows, {int(batch.group_sum(batch.train_S.double())[group])} of them to train on"
         )
     return x_S[0::2], x_S[1::2]
 
