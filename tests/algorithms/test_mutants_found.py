@@ -1,0 +1,39 @@
+"""Edits of the maths that `benchmarks/mutants.py` found no other test to notice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracles.cases import column, groups, outputs
+from oracles.ragged import Row
+
+from ratchet.algorithms.losses.policy import clipped_surrogate, topr
+from ratchet.batch import Batch
+from ratchet.data.packing import pack
+from ratchet.interfaces import Outputs
+
+
+def one_row(ratios: list[float], advantages: list[float]) -> tuple[Outputs, Batch]:
+    """A prompt token, then one token for each ratio of the live to the old policy."""
+    n = len(ratios)
+    live = [0.0, *(-1.0 + math.log(ratio) for ratio in ratios)]
+    old = [0.0, *[-1.0] * n]
+    row = Row("g", 0, [0] * (n + 1), [False, *[True] * n], "scored", 1.0, logprobs=live, old_logprobs=old)
+    batch = pack(groups([row])).fill_tokens(advantages=column([[0.0, *advantages]]))
+    return outputs(batch, column([live]), [row]), batch
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clipped"),
+    [(1.0, 1.0, 0.0), (1.5, 1.0, 1.0), (1.5, -1.0, 0.0), (0.5, 1.0, 0.0), (0.5, -1.0, 1.0), (9.0, -1.0, 1.0)],
+)
+def test_the_surrogate_says_which_tokens_a_bound_acts_on(ratio, advantage, clipped):
+    _, metrics = clipped_surrogate(*one_row([ratio], [advantage]), clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert metrics["clipped"].tolist() == [0.0, clipped]
+
+
+def test_topr_tapers_no_token_whose_advantage_is_small_and_positive():
+    _, metrics = topr(*one_row([4.0, 4.0, 4.0], [0.5, 0.0, -0.5]))
+    torch.testing.assert_close(metrics["clipped"], column([[0.0, 0.0, 0.0, 1.0]]))
