@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from oracles.ragged import Ragged, Row, flat, in_order
+from oracles.ragged import Ragged, Row, Span, flat, in_order
 from torch import Tensor
 
 from ratchet.batch import Batch
+from ratchet.data.packing import pack
 from ratchet.interfaces import Outputs
 from ratchet.types import Cancelled, Failed, Group, Message, Outcome, Owner, Scored, Task, Trajectory, Truncated, Turn
 
@@ -69,35 +71,96 @@ def supervised(draw: st.DrawFn) -> list[Row]:
     return [draw(_row(f"g{g}", 0, "unjudged", None, use)) for g, use in enumerate(uses)]
 
 
+@st.composite
+def _turns(draw: st.DrawFn) -> tuple[list[Span], list[bool]]:
+    """A prompt, then up to three turns with or without an environment's answer between them; some turns are masked, as a
+    whole or at their start. Few states, so that attempts meet in them."""
+    spans: list[Span] = []
+    trained = [False] * draw(st.integers(1, 2))
+    for masked in draw(st.lists(st.sampled_from(["no", "no", "no", "start", "whole"]), max_size=3)):
+        length = draw(st.integers(1, 3))
+        reward = draw(st.none() | REWARDS) if masked != "whole" else None
+        spans.append(Span(len(trained), len(trained) + length, reward, draw(st.sampled_from(["", "a", "a", "b"]))))
+        trained += [masked == "no" or (masked == "start" and i > 0) for i in range(length)]
+        trained += [False] * draw(st.integers(0, 2))
+    # a turn whose only token is masked can't carry a reward to any step
+    spans = [s if any(trained[s.start : s.end]) else replace(s, reward=None) for s in spans]
+    return spans, trained
+
+
+def _noise(row: Row, numbers: random.Random) -> Row:
+    """Numbers in every column, also where nobody may read them; token rewards and logprobs only where the row trains."""
+    n, mask = len(row.tokens), row.mask
+
+    def anywhere() -> list[float]:
+        return [numbers.uniform(-2, 2) for _ in range(n)]
+
+    def on_steps(low: float, high: float) -> list[float]:
+        return [numbers.uniform(low, high) if trains else 0.0 for trains in mask]
+
+    return replace(
+        row,
+        values=anywhere(),
+        bootstrap=numbers.uniform(-2, 2),
+        token_rewards=on_steps(-0.5, 0.5),
+        old_logprobs=on_steps(-4, 0),
+        ref_logprobs=on_steps(-4, 0),
+        teacher_logprobs=on_steps(-4, 0),
+        # float32 in the batch: such numbers are the same there
+        rollout_logprobs=[numbers.randint(-4000, 0) / 1024 if row.trained[t] else 0.0 for t in range(n)],
+        log_kept_mass=[numbers.choice([0, numbers.randint(-500, 0)]) / 1024 if row.trained[t] else 0.0 for t in range(n)],
+    )
+
+
+@st.composite
+def episodes(draw: st.DrawFn, max_groups: int = 3) -> list[Row]:
+    """Like `rollouts`, with turns, states, parts of rewards and all columns; at most one baseline attempt a group."""
+    numbers = random.Random(draw(st.integers(0, 2**32 - 1)))
+    rows: list[Row] = []
+    for g in range(draw(st.integers(1, max_groups))):
+        attempts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
+        baseline = draw(st.sampled_from([None, *attempts]))
+        for attempt in attempts:
+            ending, reward = draw(_endings())
+            parts = {} if reward is None else draw(st.dictionaries(st.sampled_from(["right", "form"]), REWARDS))
+            for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+                turns, trained = draw(_turns())
+                use = "baseline" if attempt == baseline else "train"
+                row = Row(f"g{g}", attempt, [1] * len(trained), trained, ending, reward, use, parts=parts, turns=turns)
+                rows.append(_noise(row, numbers))
+    return rows
+
+
 def outcome(row: Row) -> Outcome | None:
     if row.ending == "unjudged":
         return None
     if row.ending == "scored":
         assert row.reward is not None
-        return Scored(row.reward)
+        return Scored(row.reward, row.parts)
     if row.ending == "truncated":
-        return Truncated(row.reward)
+        return Truncated(row.reward, row.parts)
     return Failed("sandbox") if row.ending == "failed" else Cancelled("slow")
 
 
 def trajectory(row: Row) -> Trajectory:
-    """Every trained span is one policy turn; what follows the first span and does not train is the environment's."""
-    n = len(row.tokens)
+    """The policy wrote what is in a turn; the prompt is what comes before the first, the rest is the environment's."""
     trained = np.array(row.trained, dtype=np.bool_)
-    edges = [t for t in range(1, n + 1) if t == n or row.trained[t] != row.trained[t - 1]]
-    spans = list(zip([0, *edges], edges, strict=False))
-    turns = tuple(Turn(start, end) for start, end in spans if row.trained[start])
-    owner = np.where(trained, Owner.POLICY, Owner.ENVIRONMENT)
-    owner[: edges[0]] = Owner.POLICY if row.trained[0] else Owner.PROMPT
+    owner = np.full(len(row.tokens), Owner.ENVIRONMENT)
+    owner[: row.spans[0].start if row.spans else len(row.tokens)] = Owner.PROMPT
+    for span in row.spans:
+        owner[span.start : span.end] = Owner.POLICY
+    wrote = owner == Owner.POLICY
+    rollout = np.array(row.rollout_logprobs) if row.rollout_logprobs else np.where(wrote, -1.0, 0.0)
     return Trajectory(
         tokens=np.array(row.tokens, dtype=np.int64),
         owner=owner.astype(np.int8),
         trainable=trained,
-        rollout_logprobs=np.where(trained, -1.0, 0.0).astype(np.float32),
-        versions=np.where(trained, 0, -1).astype(np.int32),
+        rollout_logprobs=rollout.astype(np.float32),
+        versions=np.where(wrote, 0, -1).astype(np.int32),
+        log_kept_mass=np.array(row.log_kept_mass, dtype=np.float32) if row.log_kept_mass else None,
         attempt=row.attempt,
         use=row.use,  # pyright: ignore[reportArgumentType]
-        turns=turns,
+        turns=tuple(Turn(span.start, span.end, span.reward, span.state) for span in row.spans),
         outcome=outcome(row),
     )
 
@@ -108,6 +171,17 @@ def groups(rows: list[Row]) -> list[Group]:
     assert [row.group for row in rows] == sorted((row.group for row in rows), key=ids.index), "groups are not adjacent"
     task = Task("same prompt", (Message("user", "same prompt"),))  # equal prompts: groups are told apart by id alone
     return [Group(g, task, tuple(trajectory(row) for row in rows if row.group == g)) for g in ids]
+
+
+def filled(rows: list[Row], *columns: str) -> Batch:
+    """The packed rows with some of their own columns: of tokens by the name in `Row`, or "bootstrap_values"."""
+    batch = pack(groups(rows))
+    for name in columns:
+        if name == "bootstrap_values":
+            batch = batch.fill_sequences(**{name: column([[row.bootstrap for row in rows if row.counts]])})
+        else:
+            batch = batch.fill_tokens(**{name: column(kept(rows, [getattr(row, name) for row in rows]))})
+    return batch
 
 
 def kept(rows: list[Row], column: list) -> list:

@@ -4,10 +4,21 @@ product, so that an error of one is not an error of both. Everything is float64,
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
 Ragged = list[list[float]]  # one number per token, one list per row
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, end) that the policy wrote in one turn; `reward`: what the environment paid for the turn itself."""
+
+    start: int
+    end: int
+    reward: float | None = None
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,14 @@ class Row:
     old_logprobs: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    log_kept_mass: list[float] = field(default_factory=list)
+    teacher_logprobs: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # of the state in which the token at the same place is chosen
+    token_rewards: list[float] = field(default_factory=list)
+    bootstrap: float = 0.0  # value of the state after the last step, for a row that was cut off
+    parts: dict[str, float] = field(default_factory=dict)  # of the reward, by name
+    turns: list[Span] | None = None  # None: every trained stretch is a turn
 
     @property
     def counts(self) -> bool:
@@ -39,9 +58,31 @@ class Row:
         return self.use == "train" and self.counts
 
     @property
+    def learns_from_reward(self) -> bool:
+        """A sample that the statistics of estimators count."""
+        return self.use == "train" and self.reward is not None
+
+    @property
+    def truncated(self) -> bool:
+        return self.ending == "truncated"
+
+    @property
     def mask(self) -> list[bool]:
         """The final mask: the only tokens that enter a loss's numerator *and* its denominator."""
         return [bool(t) and self.takes_part for t in self.trained]
+
+    @property
+    def steps(self) -> list[int]:
+        """The places of the tokens that train, in order: the policy's actions. What lies between them is skipped."""
+        return [t for t, trains in enumerate(self.mask) if trains]
+
+    @property
+    def spans(self) -> list[Span]:
+        if self.turns is not None:
+            return self.turns
+        edges = [t for t in range(1, len(self.trained)) if self.trained[t] != self.trained[t - 1]]
+        edges = [0, *edges, len(self.trained)]
+        return [Span(a, b) for a, b in itertools.pairwise(edges) if a < b and self.trained[a]]
 
 
 def in_order(rows: list[Row]) -> list[str]:
@@ -104,7 +145,33 @@ def fixed_length(rows: list[Row], x: Ragged, length: int) -> float:
     return math.fsum(total) / (sequences * length) if sequences else 0.0
 
 
-def weights_of(mean, rows: list[Row], *options: int) -> Ragged:
+def token_sum(rows: list[Row], x: Ragged) -> float:
+    """The mean over the sequences that take part, empty ones too, of their sum: fixed_length with a length of 1."""
+    return fixed_length(rows, x, 1)
+
+
+def positive_mean(rows: list[Row], x: Ragged, above: float) -> float:
+    """The token mean over the rows that were rewarded with more than `above`."""
+    chosen = [(row, x_row) for row, x_row in zip(rows, x, strict=True) if row.reward is not None and row.reward > above]
+    return token_mean([row for row, _ in chosen], [x_row for _, x_row in chosen])
+
+
+def chosen_mean(rows: list[Row], x: Ragged) -> float:
+    """The token mean over the first row in the batch of each group (of a pair, the chosen one)."""
+    first = {row.group: i for i, row in reversed(list(enumerate(rows))) if row.counts}
+    return token_mean([rows[i] for i in first.values()], [x[i] for i in first.values()])
+
+
+def step_mean(rows: list[Row], x: Ragged) -> float:
+    """The mean over the ends of turns that were judged themselves (the labelled steps of a process reward model)."""
+    found = []
+    for row, x_row in zip(rows, x, strict=True):
+        if row.takes_part:
+            found += [x_row[span.end - 1] for span in row.spans if span.reward is not None]
+    return math.fsum(found) / len(found) if found else 0.0
+
+
+def weights_of(mean, rows: list[Row], *options: float) -> Ragged:
     """The weight of every token in a mean, by asking the mean itself: its value at each unit vector (means are linear)."""
     weights = [[0.0] * len(row.tokens) for row in rows]
     for i, row in enumerate(rows):
