@@ -9,7 +9,7 @@ import torch
 from oracles.cases import column, groups, outputs
 from oracles.ragged import Row
 
-from ratchet.algorithms.losses.policy import clipped_surrogate, topr
+from ratchet.algorithms.losses.policy import clipped_surrogate, kimi, topr
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.interfaces import Outputs
@@ -37,3 +37,8 @@ def test_the_surrogate_says_which_tokens_a_bound_acts_on(ratio, advantage, clipp
 def test_topr_tapers_no_token_whose_advantage_is_small_and_positive():
     _, metrics = topr(*one_row([4.0, 4.0, 4.0], [0.5, 0.0, -0.5]))
     torch.testing.assert_close(metrics["clipped"], column([[0.0, 0.0, 0.0, 1.0]]))
+
+
+def test_kimi_measures_the_ratio_of_the_whole_row():
+    _, metrics = kimi(*one_row([2.0, 4.0], [1.0, 1.0]), tau=0.5)
+    torch.testing.assert_close(metrics["ratio"], column([[8.0]]))
