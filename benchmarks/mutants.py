@@ -1,6 +1,6 @@
 """Breaks the maths, one small edit at a time, and shows which edits no test notices.
 
-python benchmarks/mutants.py [FILES...] [--only KIND] [--sample N --seed K] [--jobs N] [--list]
+python benchmarks/mutants.py [FILES...] [--only KIND] [--match TEXT] [--sample N --seed K] [--jobs N] [--list]
 
 Prints a line for each survivor and a JSON summary; exits 1 when there are survivors, 2 when the tests fail without a mutant.
 """
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [mutant for file in tests for mutant in _mutants(root, file)]
     stale = [key for key in EQUIVALENT if key[0] in tests and key not in {mutant.key for mutant in found}]
     wanted = [m for m in found if m.key not in EQUIVALENT and (chosen.only is None or m.kind in chosen.only)]
+    wanted = [m for m in wanted if chosen.match in str(m)]
     if chosen.sample is not None and chosen.sample < len(wanted):
         picked = random.Random(chosen.seed).sample(range(len(wanted)), chosen.sample)
         wanted = [wanted[i] for i in sorted(picked)]
@@ -69,6 +70,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--tests", nargs="+", help="test files to use instead of those of the table")
     parser.add_argument("--root", type=Path, default=REPOSITORY, help="of the tree under test")
     parser.add_argument("--only", action="append", choices=KINDS, help="kinds of edits; may be repeated")
+    parser.add_argument("--match", default="", help="only mutants whose printed line has this text")
     parser.add_argument("--sample", type=int, help="try only this many, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)

@@ -14,7 +14,8 @@ EQUIVALENT: Table = {
     (
         BASE,
         "Term.__call__",
-        "loss = coef * (weight * torch.where(active, x, 0.0)).sum() -> loss = coef * (weight * torch.where(active, x, 1.0)).sum()",
+        "loss = coef * (weight * torch.where(active, x, 0.0)).sum() -> "
+        "loss = coef * (weight * torch.where(active, x, 1.0)).sum()",
     ): ZERO_WEIGHT,
     (
         BASE,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from oracles.cases import column, groups, outputs
 from oracles.ragged import Row
 
-from ratchet.algorithms.losses.policy import clipped_surrogate, kimi, topr
+from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce, topr
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.interfaces import Outputs
@@ -42,3 +44,29 @@ def test_topr_tapers_no_token_whose_advantage_is_small_and_positive():
 def test_kimi_measures_the_ratio_of_the_whole_row():
     _, metrics = kimi(*one_row([2.0, 4.0], [1.0, 1.0]), tau=0.5)
     torch.testing.assert_close(metrics["ratio"], column([[8.0]]))
+
+
+def test_policy_losses_measure_the_ratio_the_divergence_from_the_old_policy_and_the_samplers_gap():
+    out, batch = one_row([2.0, 0.5], [1.0, 1.0])
+    batch = replace(batch, rollout_logprobs_T=torch.tensor([0.0, -1.5, -0.25]))
+    _, metrics = reinforce(out, batch)
+    torch.testing.assert_close(metrics["ratio"], column([[1.0, 2.0, 0.5]]))
+    torch.testing.assert_close(metrics["old_kl"], column([[0.0, 1.0 - math.log(2), -0.5 + math.log(2)]]))
+    torch.testing.assert_close(metrics["sampler_gap"], column([[0.0, 0.5, 0.75]]))
+    _, by_row = gspo(*one_row([4.0, 1.0], [1.0, 1.0]), clip_low=0.2, clip_high=0.2)
+    assert {name: round(x.item(), 6) for name, x in by_row.items()} == {
+        "ratio": 2.0,  # the geometric mean
+        "old_kl": round((3 - math.log(4)) / 2, 6),
+        "sampler_gap": 0.0,
+        "clipped": 1.0,
+    }
+
+
+def test_no_metric_of_a_policy_loss_carries_a_gradient():
+    out, batch = one_row([2.0, 0.5], [1.0, 1.0])
+    live = replace(out, logprobs=out.need("logprobs").clone().requires_grad_())
+    bounds = {"clip_low": 0.2, "clip_high": 0.2}
+    for fn in (reinforce, partial(clipped_surrogate, **bounds), partial(gspo, **bounds), partial(kimi, tau=0.5), topr):
+        x, metrics = fn(live, batch)
+        assert x.requires_grad
+        assert not any(metric.requires_grad for metric in metrics.values())
