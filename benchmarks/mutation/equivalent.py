@@ -7,7 +7,9 @@ from __future__ import annotations
 
 Table = dict[tuple[str, str, str], str]
 
-BASE, POLICY = "ratchet/algorithms/base.py", "ratchet/algorithms/losses/policy.py"
+BASE = "ratchet/algorithms/base.py"
+POLICY = "ratchet/algorithms/losses/policy.py"
+REWARD_MODEL = "ratchet/algorithms/losses/reward_model.py"
 ZERO_WEIGHT = "what is not active has the weight 0, so that any finite number will do"
 
 EQUIVALENT: Table = {
@@ -28,4 +30,21 @@ EQUIVALENT: Table = {
         "_sequence_metrics",
         "torch.no_grad() -> torch.enable_grad()",
     ): "what it averages comes from `_metrics`, already without a gradient",
+    (
+        REWARD_MODEL,
+        "process_reward",
+        "labelled_T & ((batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1)) -> "
+        "(batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1)",
+    ): "no comparison with NaN is true",
+    (
+        REWARD_MODEL,
+        "process_reward",
+        "labels_T = batch.turn_rewards_T.nan_to_num(0.0) -> labels_T = batch.turn_rewards_T.nan_to_num(1.0)",
+    ): "what comes of a NaN is masked twice below",
+    (
+        REWARD_MODEL,
+        "process_reward",
+        "hit_T = ((scores_T.detach() > 0) == (labels_T > 0.5)).to(x_T.dtype) -> "
+        "hit_T = ((scores_T > 0) == (labels_T > 0.5)).to(x_T.dtype)",
+    ): "a comparison has no gradient",
 }

@@ -12,6 +12,8 @@ from oracles.cases import column, groups, outputs
 from oracles.ragged import Row
 
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce, topr
+from ratchet.algorithms.losses.preference import dpo, kto, odds_ratio, simpo
+from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.interfaces import Outputs
@@ -70,3 +72,60 @@ def test_no_metric_of_a_policy_loss_carries_a_gradient():
         x, metrics = fn(live, batch)
         assert x.requires_grad
         assert not any(metric.requires_grad for metric in metrics.values())
+
+
+def pair() -> Batch:
+    rows = [Row("g", attempt, [0, 0], [False, True], "scored", float(1 - attempt)) for attempt in (0, 1)]
+    return pack(groups(rows))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "accuracy"), [(3.0, 1.0, 1.0), (1.0, 3.0, 0.0), (1.0, 1.0, 0.5), (0.6, 0.1, 1.0)]
+)
+def test_the_margin_of_a_pair_is_chosen_less_rejected_and_says_which_is_ahead(chosen, rejected, accuracy):
+    batch = pair()
+    scores_S = torch.tensor([chosen, rejected], dtype=torch.float64, requires_grad=True)
+    _, metrics = bradley_terry(Outputs(sequence_sum=batch.sequence_sum, scores=scores_S), batch)
+    assert [metrics["margin"].item(), metrics["accuracy"].item()] == [chosen - rejected, accuracy]
+
+    logprobs_T = torch.tensor([0.0, chosen - 4, 0.0, rejected - 4], dtype=torch.float64, requires_grad=True)
+    out = Outputs(sequence_sum=batch.sequence_sum, logprobs=logprobs_T)
+    batch = batch.fill_tokens(ref_logprobs=torch.tensor([0.0, -4.0, 0.0, -4.0]))
+    _, metrics = dpo(out, batch, beta=0.5)
+    assert [metrics[name].item() for name in ("chosen", "rejected", "margin", "accuracy")] == [
+        *(pytest.approx(x) for x in (chosen, rejected, chosen - rejected)),
+        accuracy,
+    ]
+    _, metrics = simpo(out, batch, beta=0.5, gamma=1.0)
+    assert [metrics[name].item() for name in ("chosen", "rejected", "margin", "accuracy")] == [
+        *(pytest.approx(x) for x in (chosen - 4, rejected - 4, chosen - rejected)),
+        accuracy,
+    ]
+    odds = [x - 4 - math.log(1 - math.exp(x - 4)) for x in (chosen, rejected)]
+    _, metrics = odds_ratio(out, batch)
+    assert [metrics[name].item() for name in ("chosen", "rejected", "margin", "accuracy")] == [
+        *(pytest.approx(x) for x in (*odds, odds[0] - odds[1])),
+        accuracy,
+    ]
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
+def test_kto_counts_a_row_as_right_where_its_logratio_has_the_labels_sign():
+    ratios, rewards = (0.5, -0.5, 0.5, -0.5), (0.5, 0.5, 0.0, 0.0)
+    rows = [Row(f"g{i}", 0, [0, 0], [False, True], "scored", reward) for i, reward in enumerate(rewards)]
+    batch = pack(groups(rows)).fill_tokens(ref_logprobs=column([[0.0, -2.0]] * 4))
+    batch = batch.fill_sequences(kto_z0=torch.zeros(4, dtype=torch.float64))
+    logprobs_T = column([[0.0, ratio - 2.0] for ratio in ratios]).requires_grad_()
+    _, metrics = kto(Outputs(sequence_sum=batch.sequence_sum, logprobs=logprobs_T), batch, beta=1.0)
+    assert metrics["logratio"].tolist() == list(ratios)
+    assert metrics["accuracy"].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
+def test_a_step_is_right_where_score_and_label_are_on_the_same_side():
+    row = Row("g", 0, [0] * 8, [False, *[True] * 7], "scored", 1.0)
+    labels = [math.nan, 1.0, 1.0, 0.0, 0.0, 0.75, 0.25, math.nan]
+    scores = [-1.0, 0.5, -0.5, 0.5, -0.5, 0.5, -0.5, -0.5]
+    batch = replace(pack(groups([row])), turn_rewards_T=column([labels]))
+    _, metrics = process_reward(Outputs(sequence_sum=batch.sequence_sum, token_scores=column([scores])), batch)
+    assert metrics["accuracy"].tolist() == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
