@@ -19,7 +19,7 @@ from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RunConfig, 
 from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.renderer import Renderer
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
-from ratchet.errors import ConfigError, ModelError
+from ratchet.errors import ConfigError, DataError, ModelError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
 from ratchet.executors.machine import usable_cores
@@ -79,6 +79,11 @@ class Arena:
     reward: Reward | None = None
     yardstick: Reward | None = None
 
+    @property
+    def judges(self) -> bool:
+        """Whether anything here can say what an answer is worth."""
+        return self.reward is not None or self.yardstick is not None or getattr(self.environment, "judges", True)
+
     def copies(self) -> Callable[[], Environment]:
         """Makes instances for single attempts; they share their data (see `Environment.tasks`)."""
         return partial(copy.copy, self.environment)
@@ -113,10 +118,7 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
     )
     manager = make_manager(policy, arena, arena.reward)
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
-    if SCALARS & algorithm.needs_of("policy"):
-        evaluator = make_pair_evaluator(policy, arena, algorithm, plan, roles["policy"])
-    else:
-        evaluator = make_evaluator(policy, arena, plan)
+    evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
     return Run(
         name=plan.name,
         algorithm=algorithm,
@@ -138,7 +140,8 @@ def make_manager(policy: Policy, arena: Arena, reward: Reward | None) -> Rollout
 
 
 def held_out(arena: Arena, plan: Plan) -> list[Task]:
-    return list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), plan.evaluation.tasks))
+    count = plan.evaluation.tasks
+    return list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), count)) if count else []
 
 
 def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
@@ -157,11 +160,29 @@ def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None
 
 
 def make_pair_evaluator(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, scorer: Learner
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
 ) -> PairEvaluator | None:
-    """The same for a model that is trained to score: it is asked which of two answers is better."""
+    """The same for a model that is trained to score, and for answers that nobody judges: two answers are compared. Raises
+    ConfigError where the environment has no pairs."""
     tasks = held_out(arena, plan)
-    return PairEvaluator(scorer, _pairs(policy, arena, algorithm, plan), tasks) if tasks else None
+    if not tasks:
+        return None
+    pairs = _pairs(policy, arena, algorithm, plan)
+    try:
+        pairs.pair(tasks[0])
+    except DataError as error:
+        raise ConfigError(
+            f"evaluation compares held-out answers, and there are none to compare: {error}; set evaluation.tasks=0"
+        ) from error
+    return PairEvaluator(learner, pairs, tasks, "scores" if SCALARS & algorithm.needs_of("policy") else "logprobs")
+
+
+def _evaluator(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
+) -> Evaluator | PairEvaluator | None:
+    if SCALARS & algorithm.needs_of("policy") or not arena.judges:
+        return make_pair_evaluator(policy, arena, algorithm, plan, learner)
+    return make_evaluator(policy, arena, plan)
 
 
 def _stream(arena: Arena, plan: Plan) -> TaskStream:

@@ -88,15 +88,14 @@ def normalise_rewards(
 
 
 def _running(state: AlgoState, new: Tensor) -> tuple[float, float]:
-    """(mean, std) of all rewards so far: Chan et al.'s pairwise update of count, mean and sum of squared deviations."""
-    numbers = state.numbers
-    count, mean, m2 = (numbers.get(f"reward_{name}", 0.0) for name in ("count", "mean", "m2"))
-    if len(new):
-        added, new_mean = float(len(new)), float(new.mean())
-        gap, total = new_mean - mean, count + added
-        m2 += float((new - new_mean).square().sum()) + gap**2 * count * added / total
-        mean, count = mean + gap * added / total, total
-        numbers |= {"reward_count": count, "reward_mean": mean, "reward_m2": m2}
+    """(mean, std) of all rewards so far. Welford's update, one by one: equal rewards then deviate by exactly 0."""
+    count, mean, m2 = (state.numbers.get(f"reward_{name}", 0.0) for name in ("count", "mean", "m2"))
+    for reward in new.tolist():
+        count += 1
+        gap = reward - mean
+        mean += gap / count
+        m2 += gap * (reward - mean)
+    state.numbers |= {"reward_count": count, "reward_mean": mean, "reward_m2": m2}
     return mean, (m2 / (count - 1)) ** 0.5 if count > 1 else 0.0
 
 

@@ -233,6 +233,15 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.source == "rollouts" and not stage.rewards and not getattr(stage.environment, "judges", True):
+        yield _clash(
+            f"nothing judges the attempts at environment {getattr(stage.environment, 'kind', '')}: set rewards",
+            "rewards",
+            "environment.kind",
+        )
+
+
 def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
@@ -259,5 +268,6 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _rewards,
     _reward_names,
     _given,
+    _judged,
     _overlong,
 )

@@ -23,10 +23,12 @@ ExactOperators = Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=
 
 class EnvironmentConfig(Section):
     """`default_reward`: kind of the reward that judges this environment's answers unless the recipe names another. `gives`:
-    what an algorithm may learn from here (see `ratchet.algorithms.config.base.Source`)."""
+    what an algorithm may learn from here (see `ratchet.algorithms.config.base.Source`). `judges`: whether its steps give a
+    reward where there is no default one."""
 
     default_reward: ClassVar[str] = ""
     gives: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
+    judges: ClassVar[bool] = True
 
 
 ALL_SOURCES = frozenset({"rows", "pairs", "labelled", "steps", "rollouts"})
@@ -108,6 +110,7 @@ class PreferencesConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.preferences:Preferences"
     gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    judges: ClassVar[bool] = False
     usual_columns: ClassVar[tuple[str, ...]] = (
         *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
         *("completion", "label", "completions", "labels"),

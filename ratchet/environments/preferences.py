@@ -23,6 +23,7 @@ GOOD_STEP = 0.5  # a step labelled above this is right
 
 class Preferences(Rows):
     name = "preferences"
+    judges = False  # its answers are given; what the policy says, rewards of the recipe's must judge
 
     def __init__(self, config: PreferencesConfig) -> None:
         self.config = config

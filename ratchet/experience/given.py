@@ -85,9 +85,9 @@ class Pairs(JudgedSource):
     wants = Compares
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(name, task, self._pair(task)) for name, task in jobs]
+        return [Group(name, task, self.pair(task)) for name, task in jobs]
 
-    def _pair(self, task: Task) -> tuple[Trajectory, ...]:
+    def pair(self, task: Task) -> tuple[Trajectory, ...]:
         environment = self.stream.environment
         assert isinstance(environment, Compares)
         pair = environment.comparison(task)
@@ -109,16 +109,23 @@ class Labelled(JudgedSource):
         environment = self.stream.environment
         assert isinstance(environment, Judges)
         answers = [environment.judged(task) for _, task in jobs]
-        if self.reference_rows and len(jobs) == 1:
-            raise DataError("KTO compares each answer with one to another prompt: draw two tasks or more (batch_size=2)")
         groups = []
         for index, ((name, task), answer) in enumerate(zip(jobs, answers, strict=True)):
             rows = [self.writer.row(task, answer.messages, answer.reward)]
             if self.reference_rows:
-                other = self.writer.row(task, answers[(index + 1) % len(jobs)].messages)
-                rows.append(replace(other, attempt=1, use="reference"))
+                other = answers[_another(index, [task.messages for _, task in jobs])]
+                rows.append(replace(self.writer.row(task, other.messages), attempt=1, use="reference"))
             groups.append(Group(name, task, tuple(rows)))
         return groups
+
+
+def _another(index: int, prompts: Sequence[Sequence[Message]]) -> int:
+    """The next one, around the end, with another prompt."""
+    for step in range(1, len(prompts)):
+        other = (index + step) % len(prompts)
+        if prompts[other] != prompts[index]:
+            return other
+    raise DataError("KTO compares each answer with one to another prompt, and a draw holds no other: raise batch_size")
 
 
 class Stepped(JudgedSource):

@@ -81,6 +81,14 @@ def test_rloo_by_hand():
     assert by_row(rloo(filled(attempts("g", 3, 1, 0, 0)), AlgoState())) == pytest.approx([8 / 3, 0, -4 / 3, -4 / 3])
 
 
+def test_rloo_over_the_spread_by_hand():
+    # mean 1, sample variance (4 + 0 + 1 + 1) / 3 = 2
+    found = by_row(rloo(filled(attempts("g", 3, 1, 0, 0)), AlgoState(), scale="std", epsilon=0.5))
+    spread = math.sqrt(2) + 0.5
+    assert found == pytest.approx([8 / 3 / spread, 0, -4 / 3 / spread, -4 / 3 / spread])
+    assert by_row(rloo(filled(attempts("g", 0.1, 0.1, 0.1)), AlgoState(), scale="std")) == [0, 0, 0]
+
+
 @settings(max_examples=30)
 @given(episodes())
 def test_rloo_is_the_centred_return_times_n_over_n_less_one(rows: list[Row]):
@@ -174,6 +182,12 @@ def test_reinforce_pp_counts_dense_rewards_from_each_token_on():
     row = replace(attempts("g", 1)[0], token_rewards=[0, 2, 4])  # G = 1 + 6, 1 + 4: mean 6, std 1
     found = reinforce_pp(filled([row], "token_rewards"), AlgoState(), epsilon=0.0).need("advantages").tolist()
     assert found == pytest.approx([0, 1, -1])
+
+
+def test_reinforce_pp_of_equal_dense_rewards_is_exactly_zero():
+    """Sums along one row must not carry the rounding of another's."""
+    rows = [replace(longer(row, 1), token_rewards=[0, 0.7]) for row in attempts("g", 0, 0, 0, 0, 0)]
+    assert not reinforce_pp(filled(rows, "token_rewards"), AlgoState()).need("advantages").any()
 
 
 def test_reinforce_pp_with_the_groups_mean_by_hand():

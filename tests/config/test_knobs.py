@@ -20,7 +20,7 @@ import ratchet.models.decoder
 from ratchet.build import build_policy, build_reward, build_run, freeze
 from ratchet.config.base import Section
 from ratchet.config.keys import leaf_keys, section_of, slot_of
-from ratchet.config.kinds import resolve, section_class
+from ratchet.config.kinds import construct, resolve, section_class
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig, SamplingConfig
 from ratchet.errors import TrainingError
@@ -37,6 +37,16 @@ from ratchet.types import Message, Owner, Sampling, Task
 EXEMPT: dict[str, str] = {}  # key -> why nothing in this process reads it
 
 TINY = {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1, "max_positions": 2048}}
+
+# Rewards, each with an answer and keys that make it read all the others.
+REWARDS = {
+    "boxed": (r"\boxed{A}", {}),
+    "multiple_choice": ("A", {}),
+    "format": ("A", {}),
+    "regex": ("A", {"pattern": "A"}),
+    "similarity": ("A", {}),
+    "length": ("too long", {"unit": "characters", "at_most": 1}),
+}
 
 # Two runs; the second starts from the model of the first, and is run by transformers.
 FIRST = {
@@ -117,8 +127,12 @@ def reads(tmp_path_factory):
             assert start_run(folder / f"{name}.yaml", [], None, command="test") == 0
         for kind in ("{kind: bytes}", "{kind: byte_bpe, texts: [questions.jsonl]}"):
             build_policy(freeze(load_config(folder / "first.yaml", [f"tokenizer={kind}"])))
+        (folder / "pairs.jsonl").write_text('{"prompt": "2+2?", "chosen": "4", "rejected": "5"}\n')
+        construct(resolve("environment", {"kind": "preferences", "train": "pairs.jsonl"})).rows("train")
         steps_before_giving_up(1)
         graded("numeric_answer"), graded("countdown")  # random weights give no answer that ends
+        for kind, (text, keys) in REWARDS.items():
+            judged(kind, text, "B", **keys)
     return found.seen
 
 
@@ -237,10 +251,14 @@ def steps_before_giving_up(limit: int) -> int:
 
 def graded(kind: str, **keys) -> float:
     """The reward of an answer that is almost what was asked for."""
+    return judged(kind, "3+4", "4", **keys).reward
+
+
+def judged(kind: str, text: str, answer: str, **keys):
     reward = build_reward((resolve("rewards", {"kind": kind, **keys}),))
-    trajectory = replace(make_trajectory([1], [2]), messages=(Message("user", "?"), Message("assistant", "3+4")))
-    task = Task("t", answer="4", messages=trajectory.messages[:1], meta={"numbers": [3, 4], "target": 8, "use_all": True})
-    return asyncio.run(reward.score([trajectory], task))[0].reward
+    trajectory = replace(make_trajectory([1], [2]), messages=(Message("user", "?"), Message("assistant", text)))
+    task = Task("t", answer=answer, messages=trajectory.messages[:1], meta={"numbers": [3, 4], "target": 8, "use_all": True})
+    return asyncio.run(reward.score([trajectory], task))[0]
 
 
 def compared(done: SimpleNamespace, what: str):

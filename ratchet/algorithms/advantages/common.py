@@ -130,3 +130,55 @@ def spread(batch: Batch, advantages_S: Tensor) -> Batch:
     """One advantage a sequence, given to each of its trainable tokens; 0 elsewhere."""
     advantages_T = torch.where(batch.trainable_T, advantages_S[batch.sequence_T], 0.0)
     return batch.fill_sequences(advantages_S=advantages_S).fill_tokens(advantages=advantages_T)
+
+
+# --- along rows. N = steps, L = most steps of a row
+
+
+def discounted_sums(x_SL: Tensor, factor_S: Tensor) -> Tensor:
+    """y_k = x_k + factor y_{k+1} along each row."""
+    sums_SL = torch.zeros_like(x_SL)
+    following_S = torch.zeros_like(factor_S)
+    for k in range(x_SL.shape[1] - 1, -1, -1):
+        following_S = x_SL[:, k] + factor_S * following_S
+        sums_SL[:, k] = following_S
+    return sums_SL
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of ragged rows (their trainable tokens, in order) as a padded matrix and back: padding is 0 and comes last, so
+    it adds nothing to earlier steps."""
+
+    step_N: Tensor  # flat token index of every step
+    row_N: Tensor
+    place_N: Tensor  # of the step within its row
+    count_S: Tensor
+    n_tokens: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Steps:
+        step_N = batch.trainable_T.nonzero()[:, 0]
+        row_N = batch.sequence_T[step_N]
+        count_S = torch.bincount(row_N, minlength=batch.n_sequences)
+        place_N = torch.arange(len(step_N)) - (count_S.cumsum(0) - count_S)[row_N]
+        return cls(step_N, row_N, place_N, count_S, batch.n_tokens)
+
+    def pad(self, x_T: Tensor) -> Tensor:
+        width = int(self.count_S.max()) if len(self.count_S) else 0
+        x_SL = x_T.new_zeros(len(self.count_S), width)
+        x_SL[self.row_N, self.place_N] = x_T[self.step_N]
+        return x_SL
+
+    def unpad(self, x_SL: Tensor) -> Tensor:
+        x_T = x_SL.new_zeros(self.n_tokens)
+        x_T[self.step_N] = x_SL[self.row_N, self.place_N]
+        return x_T
+
+    def shift(self, x_SL: Tensor, end_S: Tensor) -> Tensor:
+        """x of the next step; after a row's last one, `end_S`."""
+        next_SL = torch.zeros_like(x_SL)
+        next_SL[:, :-1] = x_SL[:, 1:]
+        has_S = self.count_S > 0
+        next_SL[has_S, self.count_S[has_S] - 1] = end_S[has_S]
+        return next_SL

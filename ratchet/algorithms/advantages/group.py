@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ratchet.algorithms.advantages.common import (
     Attempts,
+    Steps,
     attempts_of,
     count_by,
+    discounted_sums,
     equal_by,
     mean_by,
     normalised_by,
@@ -101,18 +103,13 @@ def reinforce_pp(
         rewards_A = normalised_by(attempts.groups, rewards_A, scale="none", epsilon=0.0)
     returns_T = attempts.to_rows(rewards_A)[batch.sequence_T]
     if batch.has("token_rewards"):
-        returns_T = returns_T + _from_here_on(batch, batch.need("token_rewards"))
+        steps = Steps.of(batch)
+        following_SL = discounted_sums(steps.pad(batch.need("token_rewards")), torch.ones_like(batch.rewards_S))
+        returns_T = returns_T + steps.unpad(following_SL)
     counted_T = batch.trainable_T & attempts.row_S[batch.sequence_T]
     advantages_T = torch.zeros_like(returns_T)
     advantages_T[counted_T] = standardised(returns_T[counted_T], epsilon=epsilon)
     return batch.fill_tokens(advantages=advantages_T)
-
-
-def _from_here_on(batch: Batch, x_T: Tensor) -> Tensor:
-    """Sum over the rest of the row, token t included. [T]"""
-    before_T = x_T.cumsum(0) - x_T
-    through_row_S = before_T[batch.starts_S] + batch.sequence_sum(x_T)
-    return through_row_S[batch.sequence_T] - before_T
 
 
 def gdpo(batch: Batch, state: AlgoState, *, weights: Mapping[str, float] | None = None, epsilon: float = 1e-6) -> Batch:

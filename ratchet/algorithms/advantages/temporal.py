@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.advantages.common import attempts_of, mean_by, normalised_by, sum_by
+from ratchet.algorithms.advantages.common import Steps, attempts_of, discounted_sums, normalised_by, sum_by
 from ratchet.algorithms.advantages.group import Scale
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
@@ -51,67 +51,19 @@ def gae(
     `length_alpha` = a sets the policy's to 1 - 1 / (a l) for a row of l steps (at least 0). A row that was not scored gets
     advantage 0 and its own values as returns.
     """
-    rows = _Rows.of(batch)
-    values_SL = rows.pad(batch.need("values").double())
+    steps = Steps.of(batch)
+    values_SL = steps.pad(batch.need("values").double())
     end_S = torch.where(batch.truncated_S, batch.need("bootstrap_values").double(), 0.0)
-    deltas_SL = rows.pad(step_rewards(batch)) + gamma * rows.shift(values_SL, end_S) - values_SL
+    deltas_SL = steps.pad(step_rewards(batch)) + gamma * steps.shift(values_SL, end_S) - values_SL
     lam_S = torch.full((batch.n_sequences,), lam, dtype=torch.float64)
     if length_alpha is not None:
-        lam_S = (1 - 1 / (length_alpha * rows.count_S.clamp(min=1))).clamp(min=0)
+        lam_S = (1 - 1 / (length_alpha * steps.count_S.double().clamp(min=1))).clamp(min=0)
     counted_T = batch.trainable_T & (batch.train_S & batch.scored_S)[batch.sequence_T]
-    advantages_T = rows.unpad(_discounted_sums(deltas_SL, gamma * lam_S))
+    advantages_T = steps.unpad(discounted_sums(deltas_SL, gamma * lam_S))
     value_lam_S = torch.full_like(lam_S, lam if value_lam is None else value_lam)
     values_T = batch.need("values").double()
-    returns_T = values_T + torch.where(counted_T, rows.unpad(_discounted_sums(deltas_SL, gamma * value_lam_S)), 0.0)
+    returns_T = values_T + torch.where(counted_T, steps.unpad(discounted_sums(deltas_SL, gamma * value_lam_S)), 0.0)
     return batch.fill_tokens(advantages=torch.where(counted_T, advantages_T, 0.0), returns=returns_T)
-
-
-def _discounted_sums(x_SL: Tensor, factor_S: Tensor) -> Tensor:
-    """y_k = x_k + factor y_{k+1} along each row."""
-    sums_SL = torch.zeros_like(x_SL)
-    following_S = torch.zeros_like(factor_S)
-    for k in range(x_SL.shape[1] - 1, -1, -1):
-        following_S = x_SL[:, k] + factor_S * following_S
-        sums_SL[:, k] = following_S
-    return sums_SL
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Steps of ragged rows as a padded matrix and back: padding is 0 and comes last, so it adds nothing to earlier steps."""
-
-    step_N: Tensor  # flat token index of every step
-    row_N: Tensor
-    place_N: Tensor  # of the step within its row
-    count_S: Tensor
-    n_tokens: int
-
-    @classmethod
-    def of(cls, batch: Batch) -> _Rows:
-        step_N = batch.trainable_T.nonzero()[:, 0]
-        row_N = batch.sequence_T[step_N]
-        count_S = torch.bincount(row_N, minlength=batch.n_sequences)
-        place_N = torch.arange(len(step_N)) - (count_S.cumsum(0) - count_S)[row_N]
-        return cls(step_N, row_N, place_N, count_S, batch.n_tokens)
-
-    def pad(self, x_T: Tensor) -> Tensor:
-        width = int(self.count_S.max()) if len(self.count_S) else 0
-        x_SL = x_T.new_zeros(len(self.count_S), width)
-        x_SL[self.row_N, self.place_N] = x_T[self.step_N]
-        return x_SL
-
-    def unpad(self, x_SL: Tensor) -> Tensor:
-        x_T = x_SL.new_zeros(self.n_tokens)
-        x_T[self.step_N] = x_SL[self.row_N, self.place_N]
-        return x_T
-
-    def shift(self, x_SL: Tensor, end_S: Tensor) -> Tensor:
-        """x of the next step; after a row's last one, `end_S`."""
-        next_SL = torch.zeros_like(x_SL)
-        next_SL[:, :-1] = x_SL[:, 1:]
-        has_S = self.count_S > 0
-        next_SL[has_S, self.count_S[has_S] - 1] = end_S[has_S]
-        return next_SL
 
 
 @dataclass(frozen=True)
@@ -135,11 +87,13 @@ class _Turns:
         rewards_U = sum_by(turn_N, step_rewards(batch)[step_N], len(keys_U))
         state_U = torch.full((len(keys_U),), -1).scatter(0, turn_N, batch.state_T[step_N])
         returns_U = torch.zeros_like(rewards_U)
-        rows = keys_U[:, 0].tolist()
+        keys = keys_U.tolist()
         following = 0.0
-        for u in range(len(rows) - 1, -1, -1):  # one discount a turn, however many turns of the row have no step
-            last = u + 1 == len(rows) or rows[u + 1] != rows[u]
-            following = float(rewards_U[u]) + (0.0 if last else gamma * following)
+        for u in range(len(keys) - 1, -1, -1):
+            row, turn = keys[u]
+            next_row, next_turn = keys[u + 1] if u + 1 < len(keys) else (-1, 0)
+            # One discount a turn, those without a step too.
+            following = float(rewards_U[u]) + (gamma ** (next_turn - turn) * following if next_row == row else 0.0)
             returns_U[u] = following
         return cls(step_N, turn_N, keys_U[:, 0], state_U, returns_U)
 
@@ -157,7 +111,7 @@ def turn_returns(batch: Batch, state: AlgoState, *, gamma: float = 1.0, baseline
     advantages_U = turns.returns_U
     if baseline == "group":
         groups = (batch.group_S[turns.row_U], batch.n_groups)
-        advantages_U = advantages_U - mean_by(groups, advantages_U)[groups[0]]
+        advantages_U = normalised_by(groups, advantages_U, scale="none", epsilon=0.0)
     return turns.spread(batch, advantages_U)
 
 

@@ -24,12 +24,13 @@ Normalize = Literal["sum", "mean"]
 def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """(chosen [G], rejected [G]). Raises DataError for a group that is not two training rows."""
     sizes_G = torch.bincount(batch.group_S, minlength=batch.n_groups)
-    wrong_G = (sizes_G != 2) | (batch.group_sum(batch.train_S.double()) != 2)
+    trained_G = batch.group_sum(batch.train_S.double())
+    wrong_G = (sizes_G != 2) | (trained_G != 2)
     if bool(wrong_G.any()):
         group = int(wrong_G.nonzero()[0])
         raise DataError(
-            f"group {batch.group_ids[group]} is no pair: a preference is two rows to train on, the chosen one first, and nothing "
-            f"else; it has {int(sizes_G[group])} rows, {int(batch.group_sum(batch.train_S.double())[group])} of them to train on"
+            f"group {batch.group_ids[group]} is no pair: it has {int(sizes_G[group])} rows, "
+            f"{int(trained_G[group])} of them to train on; a preference is two such rows alone, the chosen one first"
         )
     return x_S[0::2], x_S[1::2]
 
@@ -61,8 +62,13 @@ def _measured(chosen_G: Tensor, rejected_G: Tensor) -> Metrics:
         "chosen": chosen_G.detach(),
         "rejected": rejected_G.detach(),
         "margin": margin_G,
-        "accuracy": (margin_G > 0).to(margin_G.dtype),
+        "accuracy": right(margin_G),
     }
+
+
+def right(margin_G: Tensor) -> Tensor:
+    """1 where the chosen row wins, one half for a tie."""
+    return (margin_G.sign() + 1) / 2
 
 
 def dpo(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ratchet.algorithms.losses.base import Metrics
-from ratchet.algorithms.losses.preference import pairs, rewards_of
+from ratchet.algorithms.losses.preference import pairs, rewards_of, right
 from ratchet.batch import Batch
 from ratchet.errors import DataError
 from ratchet.interfaces import Outputs
@@ -20,7 +20,7 @@ def bradley_terry(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     """-log sigmoid(score of chosen - score of rejected). Bradley and Terry (1952); arXiv:2203.02155 eq. 1. Group level."""
     chosen_G, rejected_G = pairs(out.need("scores"), batch)
     margin_G = (chosen_G - rejected_G).detach()
-    metrics = {"margin": margin_G, "accuracy": (margin_G > 0).to(margin_G.dtype)}
+    metrics = {"margin": margin_G, "accuracy": right(margin_G)}
     return -F.logsigmoid(chosen_G - rejected_G), metrics
 
 
