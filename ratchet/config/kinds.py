@@ -100,6 +100,12 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "exact_match": "ratchet.rewards.config:ExactMatchConfig",
         "numeric_answer": "ratchet.rewards.config:NumericAnswerConfig",
         "countdown": "ratchet.rewards.config:CountdownRewardConfig",
+        "boxed": "ratchet.rewards.config:BoxedConfig",
+        "multiple_choice": "ratchet.rewards.config:MultipleChoiceConfig",
+        "format": "ratchet.rewards.config:FormatConfig",
+        "regex": "ratchet.rewards.config:RegexConfig",
+        "similarity": "ratchet.rewards.config:SimilarityConfig",
+        "length": "ratchet.rewards.config:LengthConfig",
     },
     "learner": {"local": "ratchet.learners.config:LocalConfig"},
     "generator": {

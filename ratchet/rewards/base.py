@@ -89,12 +89,12 @@ class FunctionReward(PerTrajectory):
 class AnswerReward(PerTrajectory):
     """Judges the text of the final answer; a trajectory that was cut off before it finished earns 0."""
 
-    def judge(self, trajectory: Trajectory, task: Task) -> float:
+    def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
         text = answer_text(trajectory)
         return 0.0 if isinstance(trajectory.outcome, Truncated) else self.grade(text, task)
 
     @abstractmethod
-    def grade(self, text: str, task: Task) -> float:
+    def grade(self, text: str, task: Task) -> Verdict | Awaitable[Verdict]:
         """Wrong and malformed text is 0, never an exception: an exception says that the task itself is broken."""
 
 

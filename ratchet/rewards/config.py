@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import re
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from ratchet.config.base import Section
 
@@ -29,3 +30,95 @@ class CountdownRewardConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.countdown:CountdownReward"
 
     partial: float = Field(0.0, ge=0, lt=1, description="For a legal expression that misses the target.")
+
+
+class BoxedConfig(Section):
+    """1 where what stands in the last \\boxed{} is the task's answer."""
+
+    builds: ClassVar[str] = "ratchet.rewards.boxed:Boxed"
+
+    normalise: bool = Field(True, description="Equal numbers, and spellings of the same LaTeX, are the same answer.")
+
+
+class MultipleChoiceConfig(Section):
+    """1 where the letter chosen is the task's: "C", "(C)", or an index from 0."""
+
+    builds: ClassVar[str] = "ratchet.rewards.multiple_choice:MultipleChoice"
+
+    letters: str = Field("ABCDEFGHIJ", pattern="^[A-Z]+$", description="What there is to choose from, in order.")
+    require_marker: bool = Field(
+        False, description='Only a letter after "answer is", "answer:" or "####", in <answer> or \\boxed{}, counts.'
+    )
+
+
+class FormatConfig(Section):
+    """1 where the answer consists of the tags, each opened and closed once, in order, with text within."""
+
+    builds: ClassVar[str] = "ratchet.rewards.format:Format"
+
+    tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")], ...] = Field(
+        ("think", "answer"), min_length=1, description="Names, without brackets."
+    )
+    opened: bool = Field(False, description="The prompt has already opened the first tag.")
+    outside: bool = Field(False, description="Text outside the tags is allowed.")
+    partial: float = Field(0.0, ge=0, lt=1, description="For all tags used rightly in a wrong whole; for some, their share.")
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is no regular expression of Python: {error}") from None
+    return pattern
+
+
+class RegexConfig(Section):
+    """1 where a regular expression matches the answer."""
+
+    builds: ClassVar[str] = "ratchet.rewards.regex:Regex"
+
+    pattern: Annotated[str, AfterValidator(_compiles)] = Field(description="Of Python's re; (?i) at its start ignores case.")
+    whole: bool = Field(False, description="The whole answer must match, not some part.")
+    group: int | str | None = Field(None, description="This group of the last match must be the task's answer.")
+    invert: bool = Field(False, description="1 where it does not match.")
+    timeout_s: float = Field(2.0, gt=0, description="Processor time of one answer; beyond it the attempt has failed.")
+
+    @model_validator(mode="after")
+    def _group_exists(self) -> RegexConfig:
+        known = re.compile(self.pattern)
+        if isinstance(self.group, str):
+            exists = self.group in known.groupindex
+        else:
+            exists = self.group is None or 0 <= self.group <= known.groups
+        if not exists:
+            raise ValueError(f"group={self.group!r} is not in the pattern: it has {known.groups}, named {[*known.groupindex]}")
+        return self
+
+
+class SimilarityConfig(Section):
+    """How similar the answer is to the task's, from 0 to 1."""
+
+    builds: ClassVar[str] = "ratchet.rewards.similarity:Similarity"
+
+    measure: Literal["characters", "words", "bag"] = Field(
+        "characters", description="Common subsequence of characters, or of words (ROUGE-L); or words in any order (F1)."
+    )
+    ignore_case: bool = Field(False, description="Upper and lower case are the same.")
+    threshold: float | None = Field(None, gt=0, le=1, description="1 from this similarity on, 0 below; null: the similarity.")
+
+
+class LengthConfig(Section):
+    """1 where the answer's length is within bounds, falling to 0 outside."""
+
+    builds: ClassVar[str] = "ratchet.rewards.length:Length"
+
+    unit: Literal["tokens", "words", "characters", "lines"] = Field("tokens", description="Of the whole completion: tokens.")
+    at_least: int = Field(0, ge=0, description="Shorter answers earn less.")
+    at_most: int | None = Field(None, ge=0, description="Longer answers earn less; null: no bound.")
+    margin: int = Field(0, ge=0, description="How far outside a bound the reward reaches 0.")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> LengthConfig:
+        if self.at_most is not None and self.at_most < self.at_least:
+            raise ValueError(f"at_most={self.at_most} lies below at_least={self.at_least}: no length would do")
+        return self

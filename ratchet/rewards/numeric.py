@@ -63,7 +63,7 @@ def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
     A marked answer must hold exactly one number, else it is unreadable: "#### 4 or 5" does not get to be both.
     """
     text = _plain(text)
-    hashes = _last(HASHES, text)
+    hashes = last_match(HASHES, text)
     boxed = text.rfind(BOXED)
     if hashes is not None and hashes.start() > boxed:
         return _only(hashes.group(1))
@@ -71,7 +71,7 @@ def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
         return _only(_braced(text[boxed + len(BOXED) :]))
     if require_marker:
         return None
-    number = _last(NUMBER, text)
+    number = last_match(NUMBER, text)
     return number and _value(number)
 
 
@@ -83,13 +83,19 @@ def read_number(text: str) -> Fraction | None:
     return _only(_plain(text))
 
 
+def whole_number(text: str) -> Fraction | None:
+    """The value of a text that is a number and nothing else: no unit, letter or second number. Else None."""
+    match = NUMBER.fullmatch(_plain(text).strip())
+    return _value(match) if match else None
+
+
 def _plain(text: str) -> str:
     for pattern, replacement in LATEX:
         text = pattern.sub(replacement, text)
     return text
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     tail = deque(pattern.finditer(text), maxlen=1)
     return tail[0] if tail else None
 

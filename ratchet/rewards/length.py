@@ -1,0 +1,34 @@
+"""An answer's length is within bounds."""
+
+from __future__ import annotations
+
+from ratchet.rewards.base import PerTrajectory, answer_text
+from ratchet.rewards.config import LengthConfig
+from ratchet.types import Task, Trajectory, Truncated
+
+
+class Length(PerTrajectory):
+    """Tokens are all that the policy wrote; the other units are of the last message. One that was cut off earns 0."""
+
+    name = "length"
+
+    def __init__(self, config: LengthConfig) -> None:
+        self.config = config
+
+    def judge(self, trajectory: Trajectory, task: Task) -> float:
+        length = self._length(trajectory)
+        if isinstance(trajectory.outcome, Truncated):
+            return 0.0
+        over = 0 if self.config.at_most is None else length - self.config.at_most
+        outside = max(over, self.config.at_least - length, 0)
+        if outside == 0:
+            return 1.0
+        return max(0.0, 1.0 - outside / self.config.margin) if self.config.margin else 0.0
+
+    def _length(self, trajectory: Trajectory) -> int:
+        text = answer_text(trajectory)
+        if self.config.unit == "tokens":
+            return trajectory.completion_length
+        if self.config.unit == "characters":
+            return len(text)
+        return len(text.split() if self.config.unit == "words" else text.splitlines())
