@@ -65,7 +65,7 @@ def columns(all_V: Tensor, ids: list[int]) -> Tensor:
 
 
 def at_one_token(teacher: Tensor, student: Tensor, ids: list[int], **options) -> Tensor:
-    """x of one token, from both logprobs, a bucket's last. Where no token trains, learners leave zeros: K certain outcomes at once."""
+    """x of one token, from both logprobs, a bucket's last. Where no token trains, learners leave zeros."""
     batch = filled(one_token(), [[0] * len(ids), ids], [[0.0] * len(teacher), teacher.tolist()])
     topk_TK = torch.stack([torch.zeros_like(student), student])
     x_T, metrics = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, **options)

@@ -60,7 +60,7 @@ FIRST = {
     "evaluation": {"tasks": 2, "samples": 1},
     "stages": [
         {"name": "a", "algorithm": {"kind": "sft"}, "environment": {"kind": "arithmetic"}},
-        {"name": "b", "algorithm": {"kind": "grpo", "group_size": 2, "kl": {"coef": 0.1}}, "environment": {"kind": "countdown"}},
+        {"name": "b", "algorithm": {"kind": "grpo", "group_size": 2}, "environment": {"kind": "countdown"}},
         {"name": "c", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}},
     ],
 }  # fmt: skip

@@ -11,9 +11,9 @@ from ratchet.algorithms.policy_gradient import build
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.episode import Player
+from ratchet.experience.given import Rows, Writer
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import measure_groups
-from ratchet.experience.given import Rows, Writer
 from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Outputs, Step
 from ratchet.testing.builders import make_group, make_trajectory
