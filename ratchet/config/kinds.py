@@ -100,6 +100,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "exact_match": "ratchet.rewards.config:ExactMatchConfig",
         "numeric_answer": "ratchet.rewards.config:NumericAnswerConfig",
         "countdown": "ratchet.rewards.config:CountdownRewardConfig",
+        "math": "ratchet.rewards.config:MathConfig",
         "boxed": "ratchet.rewards.config:BoxedConfig",
         "multiple_choice": "ratchet.rewards.config:MultipleChoiceConfig",
         "format": "ratchet.rewards.config:FormatConfig",

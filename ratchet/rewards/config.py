@@ -32,6 +32,18 @@ class CountdownRewardConfig(Section):
     partial: float = Field(0.0, ge=0, lt=1, description="For a legal expression that misses the target.")
 
 
+class MathConfig(Section):
+    """1 where the answer is mathematically equal to the task's: LaTeX, numbers, sets, intervals, matrices, equations."""
+
+    builds: ClassVar[str] = "ratchet.rewards.math:Math"
+
+    symbolic: Literal["auto", "required", "never"] = Field(
+        "auto", description="Computer algebra by math-verify; auto: where it is installed, else spellings and numbers alone."
+    )
+    require_marker: bool = Field(False, description='Only what stands after "####", in <answer> or \\boxed{} counts.')
+    timeout_s: float = Field(3.0, gt=0, description="Processor time of one answer; one that takes longer earns 0.")
+
+
 class BoxedConfig(Section):
     """1 where what stands in the last \\boxed{} is the task's answer."""
 
@@ -61,7 +73,7 @@ class FormatConfig(Section):
     )
     opened: bool = Field(False, description="The prompt has already opened the first tag.")
     outside: bool = Field(False, description="Text outside the tags is allowed.")
-    partial: float = Field(0.0, ge=0, lt=1, description="For all tags used rightly in a wrong whole; for some, their share.")
+    share: float = Field(0.0, ge=0, lt=1, description="For all tags used rightly in a wrong whole; in parts for some of them.")
 
 
 def _compiles(pattern: str) -> str:

@@ -27,7 +27,7 @@ class Format(AnswerReward):
         clean = self.config.outside or not any(piece.strip() for piece in texts[0::2])
         if in_order and clean and len(right) == len(tags):
             return 1.0
-        return self.config.partial * len(right) / len(tags)
+        return self.config.share * len(right) / len(tags)
 
 
 def _used_once(name: str, found: list[str], texts: list[str]) -> bool:

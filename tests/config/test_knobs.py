@@ -40,6 +40,7 @@ TINY = {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1, "max_p
 
 # Rewards, each with an answer and keys that make it read all the others.
 REWARDS = {
+    "math": ("A", {}),
     "boxed": (r"\boxed{A}", {}),
     "multiple_choice": ("A", {}),
     "format": ("A", {}),

@@ -231,7 +231,7 @@ def test_options_of_format():
     assert earned(made("format", opened=True), THOUGHT) == 0.0
     assert earned(made("format", outside=True), f"hm {THOUGHT} bye") == 1.0
     assert earned(made("format", tags=["plan"]), "<plan>a</plan>") == 1.0
-    shaped = made("format", partial=0.5)
+    shaped = made("format", share=0.5)
     texts = (THOUGHT, f"hm {THOUGHT}", "<answer>b</answer><think>a</think>", "<think>a</think>", "b")
     assert [earned(shaped, text) for text in texts] == [1.0, 0.5, 0.5, 0.25, 0.0]
     assert outcome(made("format"), THOUGHT, ended=Truncated(None)).reward == 0.0

@@ -1,0 +1,78 @@
+"""The answer is mathematically equal to the task's."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable
+from importlib.util import find_spec
+
+from ratchet.errors import MissingDependency
+from ratchet.rewards.base import AnswerReward
+from ratchet.rewards.boxed import gold_answer
+from ratchet.rewards.config import MathConfig
+from ratchet.rewards.extract import MAX_ANSWER_CHARS, marked_answer, one_spelling, same_answer
+from ratchet.rewards.numeric import NUMBER, last_match, whole_number
+from ratchet.rewards.workers import OutOfTime, Workers
+from ratchet.types import Task
+
+log = logging.getLogger(__name__)
+FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))*))\\\)")
+PACKAGE = "math_verify"
+MAX_ALGEBRA_CHARS = 500  # what is longer is no final answer, and takes seconds to parse
+
+
+class Math(AnswerReward):
+    """Same spelling, then equal numbers, then computer algebra (math-verify) in processes that can be killed: an answer that
+    takes longer than it may is as good as unreadable, and earns 0."""
+
+    name = "math"
+
+    def __init__(self, config: MathConfig) -> None:
+        self.config = config
+        self._workers = None
+        if config.symbolic == "never":
+            return
+        if find_spec(PACKAGE) is not None:
+            self._workers = Workers("ratchet.rewards.math_worker:equal", cpu_s=config.timeout_s)
+        elif config.symbolic == "required":
+            raise MissingDependency("math-verify", extra="envs", needed_for="reward math with symbolic=required")
+        else:
+            log.warning("reward math compares spellings and numbers only: for algebra, pip install 'ratchet[envs]'")
+
+    def grade(self, text: str, task: Task) -> Awaitable[float]:
+        return self._grade(text, gold_answer(task))
+
+    async def _grade(self, text: str, gold: str) -> float:
+        answer = marked_answer(text)
+        if answer is None and not self.config.require_marker:
+            answer = last_formula(text)
+        if not answer:
+            return 0.0
+        if same_answer(answer, gold):
+            return 1.0
+        if self._workers is None or len(answer) > MAX_ALGEBRA_CHARS or _two_numbers(answer, gold):
+            return 0.0
+        try:
+            return float(await self._workers.call(answer, gold))
+        except OutOfTime:
+            return 0.0
+
+
+def last_formula(text: str) -> str | None:
+    """The last $...$ or \\(...\\) of a text, or the last number where that comes later; a text without either is a formula
+    itself if it is one short line."""
+    formula, number = last_match(FORMULA, text), last_match(NUMBER, text)
+    if number is not None and (formula is None or number.end() > formula.end()):
+        alone = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
+        return text.strip()[:MAX_ANSWER_CHARS] if formula is None and alone and len(text) < 200 else number.group()
+    if formula is not None:
+        return (formula["a"] or formula["b"])[:MAX_ANSWER_CHARS]
+    return text.strip() if len(text) < 200 and "\n" not in text.strip() else None
+
+
+def _two_numbers(one: str, other: str) -> bool:
+    """Plain numbers that were found different: no algebra makes them equal. (Per cent is left to it: 50 % may be 0.5.)"""
+    if "%" in one + other:
+        return False
+    return all(whole_number(one_spelling(text)) is not None for text in (one, other))
