@@ -7,6 +7,7 @@ from __future__ import annotations
 
 Table = dict[tuple[str, str, str], str]
 
+GROUP = "ratchet/algorithms/advantages/group.py"
 BASE = "ratchet/algorithms/base.py"
 POLICY = "ratchet/algorithms/losses/policy.py"
 REWARD_MODEL = "ratchet/algorithms/losses/reward_model.py"
@@ -47,4 +48,10 @@ EQUIVALENT: Table = {
         "hit_T = ((scores_T.detach() > 0) == (labels_T > 0.5)).to(x_T.dtype) -> "
         "hit_T = ((scores_T > 0) == (labels_T > 0.5)).to(x_T.dtype)",
     ): "a comparison has no gradient",
+    (
+        GROUP,
+        "reinforce_pp",
+        "rewards_A = normalised_by(attempts.groups, rewards_A, scale='none', epsilon=0.0) -> "
+        "rewards_A = normalised_by(attempts.groups, rewards_A, scale='none', epsilon=1.0)",
+    ): "epsilon is added to a standard deviation, and scale='none' divides by none",
 }
