@@ -107,6 +107,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "regex": "ratchet.rewards.config:RegexConfig",
         "similarity": "ratchet.rewards.config:SimilarityConfig",
         "length": "ratchet.rewards.config:LengthConfig",
+        "ifeval": "ratchet.rewards.config:IFEvalConfig",
     },
     "learner": {"local": "ratchet.learners.config:LocalConfig"},
     "generator": {

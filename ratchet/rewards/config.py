@@ -134,3 +134,12 @@ class LengthConfig(Section):
         if self.at_most is not None and self.at_most < self.at_least:
             raise ValueError(f"at_most={self.at_most} lies below at_least={self.at_least}: no length would do")
         return self
+
+
+class IFEvalConfig(Section):
+    """Verifiable instructions of the task are followed (IFEval, arXiv:2311.07911)."""
+
+    builds: ClassVar[str] = "ratchet.rewards.ifeval:IFEval"
+
+    credit: Literal["all", "share"] = Field("all", description="1 where all are followed, else 0; or the share followed.")
+    loose: bool = Field(False, description="Also without asterisks, the first line or the last line, as in the paper.")

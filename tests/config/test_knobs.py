@@ -47,6 +47,7 @@ REWARDS = {
     "regex": ("A", {"pattern": "A"}),
     "similarity": ("A", {}),
     "length": ("too long", {"unit": "characters", "at_most": 1}),
+    "ifeval": ("A", {}),
 }
 
 # Two runs; the second starts from the model of the first, and is run by transformers.
@@ -258,7 +259,8 @@ def graded(kind: str, **keys) -> float:
 def judged(kind: str, text: str, answer: str, **keys):
     reward = build_reward((resolve("rewards", {"kind": kind, **keys}),))
     trajectory = replace(make_trajectory([1], [2]), messages=(Message("user", "?"), Message("assistant", text)))
-    task = Task("t", answer=answer, messages=trajectory.messages[:1], meta={"numbers": [3, 4], "target": 8, "use_all": True})
+    meta = {"numbers": [3, 4], "target": 8, "use_all": True, "instruction_id_list": ["startend:quotation"]}
+    task = Task("t", answer=answer, messages=trajectory.messages[:1], meta=meta)
     return asyncio.run(reward.score([trajectory], task))[0]
 
 

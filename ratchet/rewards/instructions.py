@@ -1,0 +1,267 @@
+"""The 25 verifiable instructions of IFEval (arXiv:2311.07911), under the ids and arguments of its published data.
+
+Written for hostile text: every check takes time linear in the text's length, and words of the data are never patterns. Where
+the published code differs it says so: its sentences come from a trained model (here from rules), a text whose language can't
+be told follows a language instruction there (here it doesn't), and its words of capital letters split at apostrophes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ratchet.errors import DataError
+
+Check = Callable[..., bool]
+
+MAX_DETECTED_CHARS = 10_000
+WORD = re.compile(r"\w+")
+COMPOUND = re.compile(r"\w+(?:['’.-]\w+)*")
+CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+SENTENCE_END = re.compile(r"(?<![.!?…])(?>[.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。！？]+")
+TITLES = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "vs", "e.g", "i.e", "cf", "fig", "capt"))
+ABBREVIATIONS = frozenset(("etc", "sr", "jr", "al", "inc", "ltd", "co", "corp", "u.s", "u.k", "a.m", "p.m", "p.s", "ph.d"))
+
+
+def compared(count: int, relation: str, threshold: int) -> bool:
+    if relation == "less than":
+        return count < threshold
+    if relation == "at least":
+        return count >= threshold
+    raise DataError(f"the relation '{relation}' is neither 'less than' nor 'at least'")
+
+
+def language_of(text: str) -> str | None:
+    """ISO 639-1 code, as langdetect gives it; None where it can't tell."""
+    from langdetect import DetectorFactory, LangDetectException, detect
+
+    DetectorFactory.seed = 0  # it draws at random: one text must have one language
+    try:
+        return detect(text[:MAX_DETECTED_CHARS])
+    except LangDetectException:
+        return None
+
+
+def sentences(text: str) -> list[str]:
+    """Pieces that end in . ! ? before white space; not after an abbreviation, an initial, or a number that starts a line."""
+    pieces: list[str] = []
+    start = 0
+    for end in SENTENCE_END.finditer(text):
+        if end.group() == "." and _goes_on(text, start, end.start()):
+            continue
+        piece = text[start : end.end()].strip()
+        if piece.rstrip(".").isdigit():
+            continue
+        pieces.append(piece)
+        start = end.end()
+    return [*pieces, rest] if (rest := text[start:].strip()) and WORD.search(rest) else pieces
+
+
+def _goes_on(text: str, start: int, stop: int) -> bool:
+    """Whether the full stop at `stop` belongs to the word before it, and ends no sentence."""
+    before = text[max(start, stop - 20) : stop].split()
+    word = before[-1].strip("\"'“‘([*_") if before else ""
+    if word.lower() in ABBREVIATIONS:
+        return not text[stop + 1 : stop + 3].strip()[:1].isupper()
+    return word.lower() in TITLES or (len(word) == 1 and word.isupper() and word != "I")
+
+
+# --- keywords
+
+
+def existence(text: str, keywords: Sequence[str]) -> bool:
+    return all(_occurrences(keyword, text) > 0 for keyword in keywords)
+
+
+def frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return compared(_occurrences(keyword.strip(), text), relation, frequency)
+
+
+def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    patterns = (rf"(?<!\w){re.escape(word.strip())}(?!\w)" for word in forbidden_words)
+    return not any(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
+
+
+def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return compared(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
+
+
+def _occurrences(keyword: str, text: str) -> int:
+    return len(re.findall(re.escape(keyword), text, re.IGNORECASE))
+
+
+# --- language and letters
+
+
+def response_language(text: str, language: str) -> bool:
+    found = language_of(text)
+    return found is not None and language in (found, found.partition("-")[0])  # zh-cn is zh
+
+
+def english_capital(text: str) -> bool:
+    return text.isupper() and language_of(text) == "en"
+
+
+def english_lowercase(text: str) -> bool:
+    return text.islower() and language_of(text) == "en"
+
+
+def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    return compared(sum(word.isupper() for word in COMPOUND.findall(text)), capital_relation, capital_frequency)
+
+
+# --- length
+
+
+def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return compared(len(sentences(text)), relation, num_sentences)
+
+
+def number_words(text: str, num_words: int, relation: str) -> bool:
+    return compared(sum(1 for _ in WORD.finditer(text)), relation, num_words)
+
+
+def number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Between dividers of three asterisks. None is empty, but for what precedes the first divider and follows the last."""
+    first, *rest = re.split(r"\s?\*\*\*\s?", text)
+    inner, last = (rest[:-1], rest[-1:]) if rest else ([], [])
+    ends = [piece for piece in (first, *last) if piece.strip()]
+    return all(piece.strip() for piece in inner) and len(inner) + len(ends) == num_paragraphs
+
+
+def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Paragraphs are separated by blank lines."""
+    pieces = text.split("\n\n")
+    count = sum(1 for piece in pieces if piece.strip())
+    if not 1 <= nth_paragraph <= count or count != num_paragraphs:
+        return False
+    words = pieces[nth_paragraph - 1].split()
+    word = re.split(r"[.,?!'\"]", words[0].lstrip("'").lstrip('"'), maxsplit=1)[0] if words else ""
+    return word.lower() == first_word.lower()
+
+
+# --- content and format
+
+
+def number_placeholders(text: str, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
+
+
+def postscript(text: str, postscript_marker: str) -> bool:
+    marker = postscript_marker.strip()
+    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(known.get(marker, re.escape(marker.lower())), text.lower()) is not None
+
+
+def number_bullet_lists(text: str, num_bullets: int) -> bool:
+    return sum(1 for line in text.split("\n") if _is_bullet(line.lstrip())) == num_bullets
+
+
+def _is_bullet(line: str) -> bool:
+    return line.startswith("-") or (line.startswith("*") and len(line) > 1 and line[1] != "*")
+
+
+def constrained_response(text: str) -> bool:
+    return any(option in text for option in CONSTRAINED)
+
+
+def number_highlighted_sections(text: str, num_highlights: int) -> bool:
+    """*highlighted* and **highlighted**; the latter only as such."""
+    single = [piece for piece in re.findall(r"\*[^\n*]*\*", text) if piece.strip("*").strip()]
+    double = [piece for piece in re.findall(r"\*\*[^\n*]*\*\*", text) if piece.strip("*").strip()]
+    return len(single) + len(double) >= num_highlights
+
+
+def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+
+
+def json_format(text: str) -> bool:
+    text = text.strip()
+    for fence in ("```json", "```Json", "```JSON", "```"):
+        text = text.removeprefix(fence)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def title(text: str) -> bool:
+    """<<within double angular brackets>>, on one line."""
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+# --- combinations, start, end, punctuation
+
+
+def two_responses(text: str) -> bool:
+    pieces = [piece.strip() for piece in text.split("******")]
+    if not all(pieces[1:-1]):
+        return False
+    given = [piece for piece in pieces if piece]
+    return len(given) == 2 and given[0] != given[1]
+
+
+def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def end_checker(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def quotation(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def no_comma(text: str) -> bool:
+    return "," not in text
+
+
+CHECKS: Mapping[str, Check] = {
+    "keywords:existence": existence,
+    "keywords:frequency": frequency,
+    "keywords:forbidden_words": forbidden_words,
+    "keywords:letter_frequency": letter_frequency,
+    "language:response_language": response_language,
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:number_words": number_words,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": repeat_prompt,
+    "startend:end_checker": end_checker,
+    "startend:quotation": quotation,
+    "change_case:capital_word_frequency": capital_word_frequency,
+    "change_case:english_capital": english_capital,
+    "change_case:english_lowercase": english_lowercase,
+    "punctuation:no_comma": no_comma,
+}
+
+
+def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether `text` follows the instruction; an empty text follows none. Raises DataError for an unknown id or arguments."""
+    check = CHECKS.get(instruction)
+    if check is None:
+        raise DataError(f"the instruction '{instruction}' is none of the 25 of IFEval")
+    given = {name: value for name, value in arguments.items() if value is not None}  # published rows name all, most null
+    try:
+        return bool(text.strip()) and check(text, **given)
+    except (TypeError, AttributeError) as error:
+        raise DataError(f"the instruction '{instruction}' can't take the arguments {given}: {error}") from error
