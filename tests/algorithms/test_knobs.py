@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.algorithms.passes import fill
