@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from ratchet.config.base import Section
+from ratchet.config.kinds import construct
 from ratchet.errors import ConfigError
 from ratchet.interfaces import Reward
+from ratchet.rewards.base import as_reward
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
 
@@ -42,3 +45,14 @@ class WeightedSum:
         if total is None or any(isinstance(outcome, Truncated) for outcome in outcomes.values()):
             return Truncated(total, parts)
         return Scored(total, parts)
+
+
+def composed(sections: Sequence[Section]) -> WeightedSum:
+    """The sum of the rewards that sections of a recipe describe, each under its kind's name (a path's last word) and times
+    its `weight`. Raises ConfigError where two share a name, or none is given."""
+    names = [str(getattr(section, "kind", "")).rpartition(":")[2] for section in sections]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it once")
+    named = dict(zip(names, sections, strict=True))
+    made = {name: as_reward(construct(section), name) for name, section in named.items()}
+    return WeightedSum(made, {name: getattr(section, "weight", 1.0) for name, section in named.items()})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
+from ratchet.config.kinds import Slot
 
 
 class ExactMatchConfig(Section):
@@ -143,3 +144,26 @@ class IFEvalConfig(Section):
 
     credit: Literal["all", "share"] = Field("all", description="1 where all are followed, else 0; or the share followed.")
     loose: bool = Field(False, description="Also without asterisks, the first line or the last line, as in the paper.")
+
+
+Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=True)]
+
+
+class ByTagConfig(Section):
+    """Each domain has its own rewards: a task's `tag` says which domain it is of."""
+
+    builds: ClassVar[str] = "ratchet.rewards.by_tag:ByTag"
+
+    domains: dict[str, Rewards] = Field(
+        min_length=1, description='Rewards for each tag, as under `rewards`; "*" is for tags that are not listed.'
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> ByTagConfig:
+        for tag, sections in self.domains.items():
+            kinds = [getattr(section, "kind", "") for section in sections]
+            if not kinds:
+                raise ValueError(f"domain '{tag}' has no rewards: give it some, or leave it out")
+            if len(set(kinds)) < len(kinds):
+                raise ValueError(f"domain '{tag}' has rewards {', '.join(kinds)}: give each kind once")
+        return self

@@ -48,6 +48,7 @@ REWARDS = {
     "similarity": ("A", {}),
     "length": ("too long", {"unit": "characters", "at_most": 1}),
     "ifeval": ("A", {}),
+    "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
 }
 
 # Two runs; the second starts from the model of the first, and is run by transformers.
