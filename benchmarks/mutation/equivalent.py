@@ -11,6 +11,8 @@ GROUP = "ratchet/algorithms/advantages/group.py"
 BASE = "ratchet/algorithms/base.py"
 POLICY = "ratchet/algorithms/losses/policy.py"
 REWARD_MODEL = "ratchet/algorithms/losses/reward_model.py"
+TEMPORAL = "ratchet/algorithms/advantages/temporal.py"
+NO_SCALE = "epsilon is added to a standard deviation, and scale='none' divides by none"
 ZERO_WEIGHT = "what is not active has the weight 0, so that any finite number will do"
 
 EQUIVALENT: Table = {
@@ -53,5 +55,29 @@ EQUIVALENT: Table = {
         "reinforce_pp",
         "rewards_A = normalised_by(attempts.groups, rewards_A, scale='none', epsilon=0.0) -> "
         "rewards_A = normalised_by(attempts.groups, rewards_A, scale='none', epsilon=1.0)",
-    ): "epsilon is added to a standard deviation, and scale='none' divides by none",
+    ): NO_SCALE,
+    (
+        TEMPORAL,
+        "step_rewards",
+        "batch.rewards_S.nan_to_num(0.0) - batch.sequence_sum(turn_T) -> batch.rewards_S - batch.sequence_sum(turn_T)",
+    ): "a reward is NaN only where the row is not scored, and the `where` around it takes 0 there",
+    (
+        TEMPORAL,
+        "gae",
+        "batch.trainable_T & (batch.train_S & batch.scored_S)[batch.sequence_T] -> "
+        "(batch.train_S & batch.scored_S)[batch.sequence_T]",
+    ): "what it chooses from comes from `unpad`, which is 0 on tokens that don't train",
+    (TEMPORAL, "_Turns.of", "following = 0.0 -> following = 1.0"): "never read: the last turn has no turn after it",
+    (
+        TEMPORAL,
+        "turn_returns",
+        "advantages_U = normalised_by(groups, advantages_U, scale='none', epsilon=0.0) -> "
+        "advantages_U = normalised_by(groups, advantages_U, scale='none', epsilon=1.0)",
+    ): NO_SCALE,
+    (
+        TEMPORAL,
+        "gigpo",
+        "(turns.state_U[keyed_U], int(batch.state_T.max()) + 1 if batch.n_tokens else 0) -> "
+        "(turns.state_U[keyed_U], int(batch.state_T.max()) + 2 if batch.n_tokens else 0)",
+    ): "one index more, which does not occur",
 }

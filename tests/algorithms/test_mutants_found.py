@@ -9,10 +9,14 @@ from functools import partial
 import pytest
 import torch
 from oracles.cases import column, groups, outputs
-from oracles.ragged import Row
+from oracles.ragged import Row, Span
 
+from ratchet.algorithms.advantages.compose import mixture
+from ratchet.algorithms.advantages.group import group_relative, remax
+from ratchet.algorithms.advantages.temporal import step_rewards, turn_returns
+from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce, topr
-from ratchet.algorithms.losses.preference import dpo, kto, odds_ratio, simpo
+from ratchet.algorithms.losses.preference import dpo, kto, odds_ratio, rewards_of, simpo
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
@@ -129,3 +133,34 @@ def test_a_step_is_right_where_score_and_label_are_on_the_same_side():
     batch = replace(pack(groups([row])), turn_rewards_T=column([labels]))
     _, metrics = process_reward(Outputs(sequence_sum=batch.sequence_sum, token_scores=column([scores])), batch)
     assert metrics["accuracy"].tolist() == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_a_row_that_nobody_scored_has_no_step_rewards_whatever_its_turns_earned():
+    turns = [Span(1, 2, 0.5), Span(2, 3, 0.25)]
+    unjudged = Row("g", 0, [0] * 3, [False, True, True], "unjudged", turns=turns)
+    scored = Row("g", 1, [0] * 3, [False, True, True], "scored", 1.0, turns=turns)
+    batch = pack(groups([unjudged, scored]))
+    assert batch.scored_S.tolist() == [False, True]
+    assert step_rewards(batch).tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, 0.5]
+
+
+def test_without_any_weight_on_what_follows_a_turn_has_its_own_reward():
+    turns = [Span(1, 2, 0.5), Span(2, 3, 0.25)]
+    rows = [Row("g", attempt, [0] * 3, [False, True, True], "scored", 1.0, turns=turns) for attempt in (0, 1)]
+    batch = turn_returns(pack(groups(rows)), AlgoState(), gamma=0.0)
+    assert batch.need("advantages").tolist() == [0.0, 0.5, 0.5] * 2
+
+
+def test_a_row_without_a_reward_that_does_not_train_has_the_reward_0():
+    rows = [
+        Row("a", 0, [0, 0], [False, True], "scored", 2.0),
+        Row("b", 0, [0, 0], [False, True], "unjudged", None, "reference"),
+    ]
+    assert rewards_of(pack(groups(rows))).tolist() == [2.0, 0.0]
+
+
+def test_what_one_part_of_a_mixture_takes_out_has_no_advantage_of_another():
+    rows = [Row("g", attempt, [0, 0], [False, True], "scored", float(attempt)) for attempt in (0, 1)]  # no baseline row
+    batch = mixture(pack(groups(rows)), AlgoState(), parts=((group_relative, 1.0), (remax, 1.0)))
+    assert not batch.trainable_T.any()
+    assert batch.need("advantages").tolist() == [0.0] * 4
