@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
-from ratchet.data.tokenizer import Tokenizer
+from ratchet.data.tokenizer import After, Tokenizer
+from ratchet.errors import DataError
 from ratchet.interfaces import Learner
 from ratchet.learners.teacher import Teacher
 from ratchet.types import Group, Message, Task, Trajectory
@@ -69,7 +70,8 @@ class AlignedTeacher(Teacher):
         return (await self.inner.score(packed, ["logprobs"]))["logprobs"]
 
     def translate(self, tokens: Sequence[int], asked: Sequence[bool]) -> Translation:
-        """The row's text, cut where control tokens stand and where the writer changes, in the teacher's tokens."""
+        """The row's text, cut where control tokens stand and where the writer changes, in the teacher's tokens. What the student
+        wrote and the teacher has no tokens for is left out, without a span; a prompt of that kind is a DataError."""
         made = Translation()
         controls = set(self.student.special_ids.values()) | set(self.student.eos_ids)
         kinds = [(i if token in controls else -1, on) for i, (token, on) in enumerate(zip(tokens, asked, strict=True))]
@@ -77,7 +79,7 @@ class AlignedTeacher(Teacher):
         for (control, on), run in groupby(range(len(tokens)), key=lambda i: kinds[i]):
             indices = list(run)
             mine = [tokens[i] for i in indices]
-            theirs = self._control(mine[0]) if control >= 0 else self.teacher.encode(self.student.decode(mine), after=after)
+            theirs = self._control(mine[0]) if control >= 0 else self._text(mine, after, on)
             first = len(made.tokens)
             made.tokens += theirs
             made.asked += [on] * len(theirs)
@@ -85,6 +87,14 @@ class AlignedTeacher(Teacher):
             if on and theirs:
                 made.spans += self._spans(mine, theirs, indices[0], first, whole=control >= 0)
         return made
+
+    def _text(self, mine: Sequence[int], after: After, written: bool) -> list[int]:
+        try:
+            return self.teacher.encode(self.student.decode(mine), after=after)
+        except DataError:
+            if written:  # a student may write anything, half a character too
+                return []
+            raise
 
     def _control(self, token: int) -> list[int]:
         """The teacher's token of the same name, or of the same part (end, beginning); else its name as text."""

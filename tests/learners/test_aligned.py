@@ -10,6 +10,7 @@ from ratchet.algorithms.advantages.teacher import on_policy_distillation
 from ratchet.algorithms.base import AlgoState
 from ratchet.data.builtin_tokenizers import byte_bpe_tokenizer, byte_tokenizer, character_tokenizer
 from ratchet.data.packing import pack
+from ratchet.errors import DataError
 from ratchet.learners.aligned import AlignedTeacher
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
@@ -193,3 +194,15 @@ def test_the_advantage_is_the_teachers_span_against_the_policys(merged):
         assert filled[inside].tolist() == pytest.approx([expected] * int(inside.sum()), rel=1e-6)
         assert math.isfinite(expected)
     assert (filled[columns["spans"] < 0] == 0).all()
+
+
+def test_what_the_teacher_has_no_tokens_for_is_left_out():
+    student, teacher = byte_tokenizer(), character_tokenizer("0123456789=")
+    aligned = AlignedTeacher(None, student, teacher)  # pyright: ignore[reportArgumentType]
+    for written in ("1a", "é"):
+        tokens = [*student.encode("7="), *student.encode(written)[:2]]
+        made = aligned.translate(tokens, [False] * 2 + [True] * (len(tokens) - 2))
+        assert made.tokens == teacher.encode("7=")
+        assert made.spans == []
+    with pytest.raises(DataError, match="has no token"):
+        aligned.translate(student.encode("a1"), [False, True])

@@ -15,7 +15,7 @@ def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
     It needs no reward: rows that nobody scored train too.
 
     With a column `teacher_spans`, of a teacher whose tokens are others, a span of text is one action: all of its tokens get
-    the span's log teacher - log policy. What no span covers gets 0.
+    the span's log teacher - log policy. What no span covers gets 0, and its share is measured.
     """
     gap_T = batch.need("teacher_logprobs").double() - batch.need("old_logprobs").double()
     gap_T = torch.where(batch.trainable_T, gap_T, 0.0)
@@ -25,5 +25,7 @@ def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
         keys_T = torch.stack([batch.sequence_T, span_T], dim=1)
         keys, number_T = torch.unique(keys_T, dim=0, return_inverse=True)
         total_T = sum_by(number_T, gap_T, len(keys))[number_T]
-        gap_T = torch.where((span_T >= 0) & batch.trainable_T, total_T, 0.0)
+        covered_T = (span_T >= 0) & batch.trainable_T
+        gap_T = torch.where(covered_T, total_T, 0.0)
+        batch = batch.note(**{"teacher/uncovered_share": 1 - float(covered_T.sum() / batch.trainable_T.sum().clamp(min=1))})
     return batch.fill_tokens(advantages=gap_T)
