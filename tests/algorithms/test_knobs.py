@@ -178,6 +178,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {**adv("gae"), "critic": {}}, "advantage.lam", 1.0, 0.8),
     (PG, {**adv("gae"), "critic": {}}, "advantage.value_lam", None, 0.3),
     (PG, {**adv("gae"), "critic": {}}, "advantage.length_alpha", None, 0.2),
+    (PG, {**adv("gae"), "critic": {}}, "advantage.bootstrap", True, False),
     (PG, adv("turn_returns"), "advantage.gamma", 1.0, 0.5),
     (PG, adv("turn_returns"), "advantage.baseline", "none", "group"),
     (PG, adv("gigpo"), "advantage.gamma", 1.0, 0.5),

@@ -93,6 +93,8 @@ def test_a_truncated_row_goes_on_and_a_finished_one_ends():
     rows[1] = replace(rows[1], ending="truncated")
     batch = gae(filled(rows, "values", "bootstrap_values"), AlgoState(), gamma=0.5)
     assert batch.need("advantages").tolist() == [0, 1 - 3, 0, 1 + 4 - 3]
+    over = gae(filled(rows, "values", "bootstrap_values"), AlgoState(), gamma=0.5, bootstrap=False)
+    assert over.need("advantages").tolist() == [0, 1 - 3, 0, 1 - 3]
 
 
 def test_the_last_step_pays_what_the_turns_have_not():

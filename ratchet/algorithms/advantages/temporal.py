@@ -42,18 +42,19 @@ def gae(
     lam: float = 0.95,
     value_lam: float | None = None,
     length_alpha: float | None = None,
+    bootstrap: bool = True,
 ) -> Batch:
     """delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam A_{k+1} over the steps k of a row. GAE (arXiv:1506.02438)
     eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) + V, what the critic is trained towards.
 
     After the last step V is `bootstrap_values` where the row was truncated, as the episode would have gone on, and 0 where it
-    ended. VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the policy's, and
+    ended, or everywhere with `bootstrap=False`: where a limit is part of the task, an answer cut off by it is over. VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the policy's, and
     `length_alpha` = a sets the policy's to 1 - 1 / (a l) for a row of l steps (at least 0). A row that was not scored gets
     advantage 0 and its own values as returns.
     """
     steps = Steps.of(batch)
     values_SL = steps.pad(batch.need("values").double())
-    end_S = torch.where(batch.truncated_S, batch.need("bootstrap_values").double(), 0.0)
+    end_S = torch.where(batch.truncated_S & bootstrap, batch.need("bootstrap_values").double(), 0.0)
     deltas_SL = steps.pad(step_rewards(batch)) + gamma * steps.shift(values_SL, end_S) - values_SL
     lam_S = torch.full((batch.n_sequences,), lam, dtype=torch.float64)
     if length_alpha is not None:

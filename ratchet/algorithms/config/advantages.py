@@ -109,6 +109,11 @@ class GAE(Part):
     length_alpha: float | None = Field(
         default=None, gt=0, description="lam = 1 - 1 / (length_alpha * length) instead, for each answer (VAPO)."
     )
+    bootstrap: bool = Field(
+        default=True,
+        description="A truncated attempt goes on, worth what the critic says; false: it is over, as where a limit is part of "
+        "the task (else not to stop can pay).",
+    )
 
 
 class TurnReturns(Part):
