@@ -19,14 +19,18 @@ from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, 
 Verdict = float | Mapping[str, float]  # named parts sum to the reward
 RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
 
+ROUNDING = 1e-9  # parts that sum to a bound may pass it by this
+
 
 class PerTrajectory(ABC):
     """Scores the trajectories of a group one by one; one that can't be judged fails alone.
 
-    `name` is what a verdict of a single number is logged under, `label` what messages call the reward.
+    `name` is what a verdict of a single number is logged under, `label` what messages call the reward. A verdict outside
+    `bounds`, where they are declared, is the reward's own bug.
     """
 
     name: str
+    bounds: tuple[float, float] | None = None
 
     @property
     def label(self) -> str:
@@ -63,6 +67,10 @@ class PerTrajectory(ABC):
                 f"reward {self.label} returned {repr(verdict)[:200]}: it must return a finite float, "
                 "or a dict of named parts that are finite floats"
             )
+        total = sum(named.values())
+        if self.bounds is not None and not self.bounds[0] - ROUNDING <= total <= self.bounds[1] + ROUNDING:
+            low, high = self.bounds
+            raise DataError(f"reward {self.label} returned {total}, outside its declared bounds {low} to {high}")
         return {str(name): float(value) for name, value in named.items()}
 
 

@@ -13,6 +13,7 @@ class Boxed(AnswerReward):
     """The task's answer may itself be boxed, as in the solutions of MATH."""
 
     name = "boxed"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: BoxedConfig) -> None:
         self.config = config

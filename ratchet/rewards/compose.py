@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 
 from ratchet.config.base import Section
@@ -39,6 +40,8 @@ class WeightedSum:
             if outcome.reward is None:  # nobody could judge a part of this unfinished attempt, so nobody can the whole
                 total = None
                 continue
+            if not math.isfinite(outcome.reward):
+                return Failed("reward", f"reward '{name}' is {outcome.reward}: it must be finite")
             total = None if total is None else total + self.weights[name] * outcome.reward
             parts[name] = outcome.reward
             parts |= {f"{name}/{part}": value for part, value in outcome.parts.items() if part != name}

@@ -14,6 +14,7 @@ class CountdownReward(AnswerReward):
     """Judges by the task's `meta`: `numbers`, `target`, and `use_all` (each number exactly once; else at most once)."""
 
     name = "countdown"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: CountdownRewardConfig) -> None:
         self.config = config

@@ -10,6 +10,7 @@ from ratchet.types import Task
 
 class ExactMatch(AnswerReward):
     name = "exact_match"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: ExactMatchConfig) -> None:
         self.config = config

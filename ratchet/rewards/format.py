@@ -11,6 +11,7 @@ from ratchet.types import Task
 
 class Format(AnswerReward):
     name = "format"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: FormatConfig) -> None:
         self.config = config

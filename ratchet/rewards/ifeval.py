@@ -18,6 +18,7 @@ class IFEval(AnswerReward):
     """Reads `instruction_id_list` and `kwargs` from the task's `meta`, or from its answer where that is such a row."""
 
     name = "ifeval"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: IFEvalConfig) -> None:
         """Raises MissingDependency: three of the instructions are about a language."""

@@ -11,6 +11,7 @@ class Length(PerTrajectory):
     """Tokens are all that the policy wrote; the other units are of the last message. One that was cut off earns 0."""
 
     name = "length"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: LengthConfig) -> None:
         self.config = config

@@ -27,6 +27,7 @@ class Math(AnswerReward):
     takes longer than it may is as good as unreadable, and earns 0."""
 
     name = "math"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: MathConfig) -> None:
         self.config = config

@@ -20,6 +20,7 @@ class MultipleChoice(AnswerReward):
     """An answer that names two letters chooses none."""
 
     name = "multiple_choice"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: MultipleChoiceConfig) -> None:
         self.config = config

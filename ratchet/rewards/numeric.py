@@ -44,6 +44,7 @@ BOXED = "\\boxed{"
 
 class NumericAnswer(AnswerReward):
     name = "numeric_answer"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: NumericAnswerConfig) -> None:
         self.config = config

@@ -15,6 +15,7 @@ class Regex(AnswerReward):
     """Matched in a process of its own: a pattern that backtracks without end on some answer fails that attempt alone."""
 
     name = "regex"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: RegexConfig) -> None:
         self.config = config

@@ -16,6 +16,7 @@ MAX_UNITS = 10_000  # characters or words that are compared: about 30 ms; what g
 
 class Similarity(AnswerReward):
     name = "similarity"
+    bounds = (0.0, 1.0)
 
     def __init__(self, config: SimilarityConfig) -> None:
         self.config = config

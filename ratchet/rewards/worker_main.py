@@ -25,7 +25,7 @@ def main(path: str, cpu_s: float, memory_mib: int) -> None:
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):  # from here on it has nothing to write
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (0, 0))
-    if memory_mib:
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
     _send(answers, {"ready": True})
     for line in sys.stdin:

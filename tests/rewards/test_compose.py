@@ -73,6 +73,12 @@ def test_truncation_and_cancellation_pass_through():
     assert unjudged.reward is None
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_object_that_scores_no_finite_number_fails_the_attempt(value):
+    (outcome,) = judge(WeightedSum({"exact": exact, "odd": Fixed(Scored(value))}, {"exact": 1.0, "odd": 0.0}), "85")
+    assert outcome == Failed("reward", f"reward 'odd' is {value}: it must be finite")
+
+
 def test_names_must_match():
     with pytest.raises(ConfigError, match=r"rewards \['exact'\] and weights \['exakt'\] must name the same"):
         WeightedSum({"exact": exact}, {"exakt": 1.0})
