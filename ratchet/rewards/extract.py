@@ -25,7 +25,7 @@ SPELLINGS = (
     (re.compile(r"−"), "-"),
     (re.compile(r"\s"), ""),
 )
-UNIT = re.compile(r"(?<=[0-9}])\\(?:text|mathrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")  # 5\text{ cm}^2
+UNIT = re.compile(r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm)\{[^{}0-9,]*\}(?:\^\{?[0-9]\}?)?$")  # 5\text{ cm}^2
 
 
 def last_boxed(text: str) -> str | None:
@@ -65,7 +65,7 @@ def one_spelling(latex: str) -> str:
     for pattern, replacement in SPELLINGS:
         latex = pattern.sub(replacement, latex)
     name, equals, value = latex.partition("=")
-    return value if equals and len(name) <= 2 else latex  # x=5 is 5
+    return value if equals and len(name) <= 2 and name[:1].isalpha() else latex  # x=5 is 5
 
 
 def same_answer(one: str, other: str) -> bool:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))*))\\\)")
 PACKAGE = "math_verify"
 MAX_ALGEBRA_CHARS = 500  # what is longer is no final answer, and takes seconds to parse
+SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")  # "5 6", which math-verify adds up to 11
 
 
 class Math(AnswerReward):
@@ -52,7 +53,12 @@ class Math(AnswerReward):
             return 0.0
         if same_answer(answer, gold):
             return 1.0
-        if self._workers is None or len(answer) > MAX_ALGEBRA_CHARS or _two_numbers(answer, gold):
+        if (
+            self._workers is None
+            or len(answer) > MAX_ALGEBRA_CHARS
+            or SIDE_BY_SIDE.search(answer)
+            or _two_numbers(answer, gold)
+        ):
             return 0.0
         try:
             return float(await self._workers.call(answer, gold))

@@ -6,7 +6,8 @@ import pytest
 
 from ratchet.environments.config import GSM8KConfig
 from ratchet.environments.gsm8k import GSM8K
-from ratchet.rewards.config import NumericAnswerConfig
+from ratchet.rewards.config import MathConfig, NumericAnswerConfig
+from ratchet.rewards.math import Math
 from ratchet.rewards.numeric import NumericAnswer, final_number, read_number
 from ratchet.testing import answered
 
@@ -52,3 +53,13 @@ def test_a_published_solution_that_ends_wrong_by_one_grades_wrong(tasks):
         return f"{steps}#### {final_number(task.meta['solution']) + 1}"
 
     assert grades(tasks, spoilt) == {0.0}
+
+
+def test_the_reward_math_agrees(tasks):
+    reward = Math(MathConfig(symbolic="never"))
+
+    async def rewards(offset):
+        texts = [f"\\boxed{{{read_number(task.answer) + offset}}}" for task in tasks]
+        return {(await reward.score([answered(task, text)], task))[0].reward for task, text in zip(tasks, texts, strict=True)}
+
+    assert [asyncio.run(rewards(offset)) for offset in (0, 1, -1)] == [{1.0}, {0.0}, {0.0}]

@@ -63,6 +63,11 @@ WRONG = [
     ("", "5"),
     ("I do not know", "5"),
     (r"\boxed{West}", "East"),
+    (r"\boxed{5 6}", "11"),
+    (r"\boxed{5 \quad 6}", "11"),
+    (r"\boxed{5 \text{ or } 6}", "5"),
+    (r"\boxed{5, 6}", "5"),
+    (r"\boxed{\pm 5}", "5"),
 ]
 
 
