@@ -10,7 +10,9 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-POINTS = 10.0  # wider than the program's own: another processor rounds differently, and a run takes another course
+# Wider than the program's own: another processor rounds sums differently, and a run takes another course. One commit's run of
+# one seed ended at 96 % on one processor and at 78 % on another. What does not learn falls further.
+POINTS = 25.0
 
 
 @pytest.fixture(scope="module")
