@@ -14,10 +14,12 @@ from oracles.ragged import Row, Span
 from ratchet.algorithms.advantages.compose import mixture
 from ratchet.algorithms.advantages.group import group_relative, remax
 from ratchet.algorithms.advantages.temporal import step_rewards, turn_returns
-from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.losses.base import row_mean, row_sum
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce, topr
 from ratchet.algorithms.losses.preference import dpo, kto, odds_ratio, rewards_of, simpo
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward
+from ratchet.algorithms.weightings import fixed_length, token_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.interfaces import Outputs
@@ -164,3 +166,26 @@ def test_what_one_part_of_a_mixture_takes_out_has_no_advantage_of_another():
     batch = mixture(pack(groups(rows)), AlgoState(), parts=((group_relative, 1.0), (remax, 1.0)))
     assert not batch.trainable_T.any()
     assert batch.need("advantages").tolist() == [0.0] * 4
+
+
+def test_sums_and_means_over_a_row_leave_out_what_does_not_train():
+    row = Row("g", 0, [0] * 4, [False, True, True, False], "scored", 1.0)
+    batch = pack(groups([row]))
+    out, x_T = Outputs(sequence_sum=batch.sequence_sum), column([[8.0, 1.0, 2.0, 16.0]])
+    assert [row_sum(out, batch, x_T).tolist(), row_mean(out, batch, x_T).tolist()] == [[3.0], [1.5]]
+
+
+def live(out: Outputs, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return out.need("logprobs"), {"itself": out.need("logprobs").detach()}
+
+
+@pytest.mark.parametrize(("weighting", "loss"), [(token_mean, 3.0), (partial(fixed_length, length=4), 1.5)])
+@pytest.mark.parametrize("elsewhere", [0.0, 7.0, math.inf])
+def test_a_metric_is_a_weighted_mean_whatever_the_weights_sum_to(weighting, loss, elsewhere):
+    """And neither it nor the loss sees a token that does not train."""
+    row = Row("g", 0, [0] * 3, [False, True, True], "scored", 1.0)
+    term = Term("live", live, weighting, coef=2.0)
+    batch = Algorithm("test", {"policy": (term,)}, "rollouts").weigh(pack(groups([row])), AlgoState())
+    out = Outputs(sequence_sum=batch.sequence_sum, logprobs=column([[elsewhere, 1.0, 2.0]]))
+    found, metrics = term(out, batch)
+    assert [found.item(), metrics["itself"].item()] == [pytest.approx(loss), pytest.approx(1.5)]
