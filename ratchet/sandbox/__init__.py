@@ -1,0 +1,20 @@
+"""Runs programs that nobody has read: model-written code, untrusted tools.
+
+    async with LocalSandbox() as sandbox:
+        result = await sandbox.run("print(int(input()) * 2)", stdin=b"21", limits=Limits(wall_s=2))
+    passed(result, expected=b"42")          # judged out here: what is expected never enters the sandbox
+
+`base` holds the protocol and its values, `local` the pool of this machine, `inside` what runs in the sandboxed processes
+(standard library only, never imported by the trainer), `judge` the comparison. Threat model: docs/sandbox.md.
+"""
+
+from __future__ import annotations
+
+from ratchet.sandbox.base import Isolation as Isolation
+from ratchet.sandbox.base import Limits as Limits
+from ratchet.sandbox.base import Reason as Reason
+from ratchet.sandbox.base import Result as Result
+from ratchet.sandbox.base import Sandbox as Sandbox
+from ratchet.sandbox.base import SandboxError as SandboxError
+from ratchet.sandbox.judge import passed as passed
+from ratchet.sandbox.local import LocalSandbox as LocalSandbox

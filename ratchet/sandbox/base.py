@@ -1,0 +1,95 @@
+"""What every sandbox has in common: the protocol, the limits, and what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Protocol
+
+from ratchet.errors import RatchetError
+
+
+class SandboxError(RatchetError):
+    """The sandbox can't do its work: too weak for what was declared, refused by the machine, or broken. Never a verdict on
+    the program: an attempt that ends with this is failed, not wrong."""
+
+
+class Isolation(IntEnum):
+    """How much stands between a program and the machine, weakest first. Limits, seccomp and a dropped uid belong to all."""
+
+    SECCOMP = 1  # system calls filtered: no network, processes or writing, but files of this user can be read
+    LANDLOCK = 2  # and only the Python library can be read; nothing can be written
+    NAMESPACES = 3  # and own processes, network, IPC and root directory, with a private scratch directory
+
+
+class Reason(StrEnum):
+    """Why a program ended."""
+
+    EXIT = "exit"  # by itself, with whatever exit code
+    SIGNAL = "signal"  # killed by a signal that no limit sent, such as a segmentation fault
+    WALL = "wall"
+    CPU = "cpu"
+    MEMORY = "memory"  # of all its processes together; one alone gets MemoryError, as from any full machine
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """wall_s: from start to end. cpu_s: of one process, rounded up to whole seconds. memory_mib: address space of a
+    process, and resident memory of all together. disk_mib: the scratch directory, and any file. output_kib: of stdout, and
+    of stderr. processes: 1 allows threads only; more allows fork and exec. threads: of a program that may not fork."""
+
+    wall_s: float = 5.0
+    cpu_s: float = 4.0
+    memory_mib: int = 512
+    disk_mib: int = 16
+    output_kib: int = 1024
+    processes: int = 1
+    threads: int = 32
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value > 0):
+                raise SandboxError(f"Limits.{name} must be a positive number, not {value!r}")
+        if self.memory_mib < 64:
+            raise SandboxError(f"Limits.memory_mib is {self.memory_mib}; Python itself needs 64")
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program did, as seen from outside. exit and signal exclude each other; both are None when a limit stopped it.
+    stdout and stderr are cut at the output limit. seconds: wall time of the program alone, without queueing."""
+
+    exit: int | None
+    signal: int | None
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+    reason: Reason
+
+    @property
+    def ok(self) -> bool:
+        return self.reason is Reason.EXIT and self.exit == 0
+
+
+class Sandbox(Protocol):
+    """Runs programs. Concurrent calls are welcome: an implementation queues what it has no room for."""
+
+    @property
+    def isolation(self) -> Isolation: ...
+
+    async def run(self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS) -> Result:
+        """Runs Python source (a string) or a command (its words) to its end.
+
+        Raises SandboxError when the sandbox failed, whatever the program did.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends all that is running and leaves nothing behind. May be called twice."""
+        ...

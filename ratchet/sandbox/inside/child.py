@@ -1,0 +1,209 @@
+"""One execution: a process forked from the zygote gives up all that it could misuse, then becomes the program."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import linecache
+import os
+import resource
+import signal
+import site
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from . import kernel, landlock, root, seccomp
+
+STATUS, FIRST_UNUSED = 3, 4
+FILE_NAME = "main.py"
+STREAMS = (("stdin", 0, "r", "surrogateescape"), ("stdout", 1, "w", "surrogateescape"), ("stderr", 2, "w", "backslashreplace"))
+STACK_BYTES = 64 << 20
+MAX_DESCRIPTORS = 64
+SCRATCH_UID, NARROW_UID = 0x20000000, 65000  # of nobody; the second for containers that map only 16 bits of ids
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher found out about the machine. `drop` is the uid to change to, 0 to stay."""
+
+    level: int
+    library: tuple[str, ...]
+    readable: tuple[str, ...]
+    drop: int
+
+
+@dataclass(frozen=True)
+class Request:
+    wall_s: float
+    cpu_s: int
+    memory_mib: int
+    disk_mib: int
+    processes: int
+    threads: int
+    command: bool  # the program is the words of a command, as JSON
+
+    @property
+    def forking(self) -> bool:
+        return self.processes > 1 or self.command
+
+
+def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoReturn:
+    """files: program, stdin, stdout, stderr, status. Status gets "ready", or why the program could not be started."""
+    program, stdin, stdout, stderr, status = files
+    try:
+        os.setsid()
+        source = os.pread(program, os.fstat(program).st_size, 0)
+        # Copies first, so that no dup2 closes what a later one needs.
+        for target, held in enumerate([os.dup(file) for file in (stdin, stdout, stderr, status)]):
+            os.dup2(held, target, inheritable=target != STATUS)
+        status = STATUS
+        os.closerange(FIRST_UNUSED, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        usual_signals(request.command)
+        confine(request, place, zygote)
+        os.write(status, b"ready")
+    except BaseException as error:
+        os.write(status, f"{type(error).__name__}: {error}"[:500].encode())
+        os._exit(125)
+    if request.command:
+        run_command(json.loads(source))
+    os.close(STATUS)
+    run_source(source)
+
+
+def usual_signals(command: bool) -> None:
+    """What the zygote ignores, a program gets back; and a command also what Python ignores."""
+    for number in (signal.SIGTERM, signal.SIGHUP, *((signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ) if command else ())):
+        signal.signal(number, signal.SIG_DFL)
+    if not command:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def confine(request: Request, place: Place, zygote: int) -> None:
+    inside = place.level >= 3
+    limit_resources(request, place)
+    if place.drop:
+        os.setgroups([])
+        os.setresgid(place.drop, place.drop, place.drop)
+        os.setresuid(place.drop, place.drop, place.drop)
+    kernel.drop_capabilities()
+    # After the ids, whose change clears it. Whoever died in between sent no signal.
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
+    if os.getppid() != zygote:
+        os._exit(125)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    os.environ.clear()
+    if place.level >= 2 and (not inside or landlock.abi()):
+        readable = [*place.library, *place.readable, "/dev/zero", "/dev/random", "/dev/urandom"]
+        if request.forking:
+            readable += [*root.SYSTEM, sys.base_prefix]
+        writable = ["/dev/null", *([root.BOX] if inside else [])]
+        landlock.restrict(readable, writable, executable=request.forking)
+    seccomp.install(seccomp.program(os.getpid(), place.level, request.forking))
+
+
+def limit_resources(request: Request, place: Place) -> None:
+    memory = request.memory_mib << 20
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CPU: request.cpu_s,  # soft and hard alike: SIGKILL, which no handler outlives
+        resource.RLIMIT_FSIZE: request.disk_mib << 20,
+        resource.RLIMIT_NOFILE: MAX_DESCRIPTORS,
+        resource.RLIMIT_STACK: min(STACK_BYTES, memory),
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if place.drop or place.level >= 3:  # else the count is the user's whole, the trainer's threads and all
+        beside = 0 if place.drop else 2  # the zygote and its launcher, counted with it in a user namespace
+        limits[resource.RLIMIT_NPROC] = (request.processes if request.forking else request.threads) + beside
+    for kind, value in limits.items():
+        ceiling = resource.getrlimit(kind)[1]
+        value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
+        resource.setrlimit(kind, (value, value))
+
+
+def run_command(words: list[str]) -> NoReturn:
+    reason = "no such command"
+    for directory in ("",) if "/" in words[0] else ("/usr/local/bin/", "/usr/bin/", "/bin/", f"{sys.base_prefix}/bin/"):
+        try:
+            os.execve(directory + words[0], words, {})
+        except OSError as error:
+            reason = error.strerror
+    os.write(2, f"{words[0]}: {reason}\n".encode())
+    os._exit(127)
+
+
+def run_source(source: bytes, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+    """As `python main.py` would: streams, __main__, tracebacks, threads and exit handlers, exit codes. `leave` is bound here
+    because the program may replace os._exit, and then return into the code of the fork server (confined, but for what?)."""
+    main = types.ModuleType("__main__")
+    prepare_interpreter(main, source)
+    code = 1
+    try:
+        exec(compile(source, FILE_NAME, "exec", dont_inherit=True), main.__dict__)
+        code = 0
+    except SystemExit as stop:
+        code = exit_code(stop)
+    except BaseException as error:
+        report(error)
+    leave(finish(code))
+
+
+def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
+    sys.modules["__main__"] = main
+    main.__dict__["__file__"] = FILE_NAME
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.argv[:] = [FILE_NAME]
+    for name, file, mode, errors in STREAMS:
+        stream = open(file, mode, encoding="utf-8", errors=errors, closefd=False, buffering=1 if file == 2 else -1)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    site.setquit()  # which -S left out
+    lines = source.decode("utf-8", "replace").splitlines(keepends=True)
+    linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)  # so that tracebacks show the line
+    gc.unfreeze()
+
+
+def exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 255
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def report(error: BaseException) -> None:
+    """Without our own frame. The usual hook reads the source from disk, where it never was; `traceback` asks linecache."""
+    error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None
+    try:
+        if sys.excepthook is sys.__excepthook__:
+            traceback.print_exception(error)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException:  # a broken hook, a closed stderr: the exit code still tells
+        return
+
+
+def finish(code: int) -> int:
+    """What the interpreter does at its end, less tearing itself down, which takes longer than most programs."""
+    shutdown: Any = getattr(threading, "_shutdown", None)
+    try:
+        if shutdown is not None:
+            shutdown()
+        run_handlers: Any = getattr(atexit, "_run_exitfuncs", None)
+        if run_handlers is not None:
+            run_handlers()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except BaseException:
+        return code or 120  # as CPython says that it could not flush
+    return code

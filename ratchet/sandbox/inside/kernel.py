@@ -1,0 +1,92 @@
+"""The system calls that Python's `os` does not offer, by ctypes. Every failure is an OSError that names the call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.syscall.restype = ctypes.c_long
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
+AT_FDCWD, AT_RECURSIVE, MNT_DETACH = -100, 0x8000, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 6, 7, 21
+CAPABILITY_HEADER = struct.pack("Ii", 0x20080522, 0)
+
+# The calls from 424 on have one number on every architecture.
+FSOPEN, FSCONFIG, FSMOUNT, MOUNT_SETATTR = 430, 431, 432, 442
+MACHINE = platform.machine()
+PIVOT_ROOT, SECCOMP = (155, 317) if MACHINE == "x86_64" else (41, 277)
+
+
+def check(result: int, call: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+    return result
+
+
+def syscall(call: str, number: int, *arguments: int | bytes | None) -> int:
+    """Integers go as 64 bits, bytes as a pointer to them."""
+    wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return check(LIBC.syscall(ctypes.c_long(number), *wide), call)
+
+
+def unshare(flags: int) -> None:
+    check(LIBC.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    pointers = [text.encode() if text is not None else None for text in (source, target, kind)]
+    check(LIBC.mount(*pointers, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+
+
+def unmount(target: str, flags: int = 0) -> None:
+    check(LIBC.umount2(target.encode(), flags), f"umount {target}")
+
+
+def make_read_only(path: str, *, recursive: bool) -> None:
+    """Only ever adds restrictions, so it works where some are locked; with the submounts, which a remount leaves writable."""
+    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0, 0, 0)
+    flags = AT_RECURSIVE if recursive else 0
+    syscall(f"mount_setattr {path}", MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, len(attributes))
+
+
+def pivot_root() -> None:
+    """Makes the current directory, a mount point, the root and forgets the old one, which holds everything."""
+    syscall("pivot_root", PIVOT_ROOT, b".", b".")
+    unmount(".", MNT_DETACH)
+    os.chdir("/")
+
+
+def detached_proc() -> int:
+    """A /proc of our own process namespace as a descriptor: it has no path, so no program can walk to it."""
+    context = syscall("fsopen proc", FSOPEN, b"proc", 1)
+    try:
+        syscall("fsconfig proc", FSCONFIG, context, 6, None, None, 0)
+        mounted = syscall("fsmount proc", FSMOUNT, context, 1, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC)
+    finally:
+        os.close(context)
+    try:
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mounted)
+    finally:
+        os.close(mounted)
+
+
+def prctl(option: int, value: int) -> None:
+    check(LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
+
+
+def capable(capability: int) -> bool:
+    data = ctypes.create_string_buffer(24)
+    check(LIBC.capget(CAPABILITY_HEADER, data), "capget")
+    return bool(struct.unpack("I", data.raw[:4])[0] >> capability & 1)
+
+
+def drop_capabilities() -> None:
+    check(LIBC.capset(CAPABILITY_HEADER, bytes(24)), "capset")

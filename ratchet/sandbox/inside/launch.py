@@ -1,0 +1,180 @@
+"""The entry of the inner side: finds the strongest isolation that this machine grants, enters it, starts the zygote.
+
+A level is first tried whole in a process that is thrown away: on some machines a namespace is granted and what makes it
+useful refused, and a sandbox must never be half of what it says. Once probed, a failure ends the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import child, kernel, landlock, root, seccomp, zygote
+
+PRELOADED = """
+    abc array ast atexit base64 bisect calendar cmath collections collections.abc contextlib copy csv dataclasses datetime
+    decimal enum fractions functools hashlib heapq inspect io itertools json linecache math numbers operator pprint queue
+    random re secrets site statistics string struct textwrap threading time traceback types typing unicodedata uuid
+"""
+MULTIARCH = ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/etc/ld.so.cache")
+
+
+def main(control: int, options: dict[str, Any]) -> None:
+    """options: boss (pid of the trainer), at_most (level), readable (paths beside the library)."""
+    channel = socket.socket(fileno=control)
+    try:
+        boss = watch_boss(options["boss"])
+        oom_first()
+        zygote.be_quiet()
+        readable = tuple(options["readable"])
+        sources = view(readable)
+        level, refused = strongest(options["at_most"], sources)
+        if level == 0:
+            raise RuntimeError("; ".join(refused))
+        seccomp.template(level, False)  # built once, here
+        for name in PRELOADED.split():
+            __import__(name)
+        sys.path.extend(readable)
+        sys.dont_write_bytecode = True
+        place = child.Place(level, library(), readable, unused_uid(level, readable))
+        if level >= 3:
+            root.enter()
+            inner = os.fork()
+            if inner:
+                channel.close()
+                wait_for(inner)
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        proc = root.build(sources) if level >= 3 else None
+        channel.send(json.dumps({"level": level, "refused": refused, "by": mechanisms(place)}).encode())
+    except Exception as error:
+        channel.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        os._exit(1)
+    zygote.serve(channel.detach(), boss, place, proc)
+
+
+def watch_boss(pid: int) -> int:
+    """A death signal would not do: it comes when the *thread* that started us ends."""
+    handle = os.pidfd_open(pid)
+    if os.getppid() != pid:
+        os._exit(0)
+    return handle
+
+
+def oom_first() -> None:
+    """When the machine runs out of memory, a program goes and not the trainer."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def wait_for(inner: int) -> None:
+    """The launcher stays only because a process can't move itself into its new process namespace. As process 1 in there,
+    the zygote takes everything with it when it ends."""
+    for file in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.close(file)
+    os.waitpid(inner, 0)
+    os._exit(0)
+
+
+def view(readable: Sequence[str]) -> list[str]:
+    """What is bound into the root: without what lies in something bound already."""
+    paths: list[str] = []
+    for path in [*root.SYSTEM, sys.base_prefix, *readable]:
+        if not any(path == outer or path.startswith(outer + "/") for outer in paths):
+            paths.append(path)
+    return paths
+
+
+def library() -> tuple[str, ...]:
+    """What a program must be able to read: the standard library and what its extension modules are linked to."""
+    found = {path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))}
+    folder = sysconfig.get_config_var("LIBDIR")
+    return (*sorted(found), *((folder,) if folder and folder.startswith(sys.base_prefix) else ()), *MULTIARCH)
+
+
+def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
+    """The level, and what was refused on the way down to it."""
+    if not seccomp.available():
+        return 0, [f"no system call filter for {kernel.MACHINE}; Ratchet has one for x86_64"]
+    refused: list[str] = []
+    if why := trial(try_filter):
+        return 0, [f"seccomp: {why}"]
+    if at_most >= 3:
+        why = trial(lambda: try_namespaces(sources))
+        if not why:
+            return 3, refused
+        refused.append(f"namespaces: {why}")
+    if at_most >= 2:
+        if landlock.abi():
+            return 2, refused
+        refused.append("Landlock: not in this kernel, or switched off")
+    return 1, refused
+
+
+def trial(attempt: Callable[[], None]) -> str:
+    """Runs `attempt` in a process of its own. Returns why it failed, or nothing."""
+    said, say = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            attempt()
+            os.write(say, b"ok")
+        except BaseException as error:
+            os.write(say, f"{error}"[:400].encode())
+        os._exit(0)
+    os.close(say)
+    answer = os.read(said, 500).decode()
+    os.close(said)
+    os.waitpid(pid, 0)
+    return "" if answer == "ok" else answer or "killed"
+
+
+def try_filter() -> None:
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    seccomp.install(seccomp.program(os.getpid(), 1, False))
+
+
+def try_namespaces(sources: list[str]) -> None:
+    def inside() -> None:
+        root.build(sources)
+        root.fresh_box(1)
+
+    root.enter()
+    if why := trial(inside):
+        raise RuntimeError(why)
+
+
+def unused_uid(level: int, readable: Sequence[str]) -> int:
+    """For root's programs, since file permissions and process counts don't bind uid 0. 0 where there is none to be had."""
+    if os.getuid() != 0 or not (kernel.capable(kernel.CAP_SETUID) and kernel.capable(kernel.CAP_SETGID)):
+        return 0
+    if level < 3 and not all(open_to_others(path) for path in (sysconfig.get_path("stdlib"), *readable)):
+        return 0  # it could not import from a Python that only root reads
+    for uid in (child.SCRATCH_UID + os.getpid(), child.NARROW_UID + os.getpid() % 500):
+        if not trial(lambda uid=uid: os.setresuid(uid, uid, uid)):
+            return uid
+    return 0
+
+
+def open_to_others(path: str) -> bool:
+    parts = path.split("/")
+    return all(os.stat("/".join(parts[:i]) or "/").st_mode & stat.S_IXOTH for i in range(1, len(parts) + 1))
+
+
+def mechanisms(place: child.Place) -> list[str]:
+    names = ["resource limits", "seccomp", "no capabilities"]
+    if place.level >= 2 and landlock.abi():
+        names.append(f"Landlock ABI {landlock.abi()}")
+    if place.level >= 3:
+        names.append("process, network, IPC and mount namespaces")
+    if place.drop:
+        names.append(f"uid {place.drop}")
+    return names

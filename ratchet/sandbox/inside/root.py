@@ -1,0 +1,66 @@
+"""Namespaces of our own and, in them, a root directory that holds a Python, the system's libraries and nothing else."""
+
+from __future__ import annotations
+
+import os
+
+from . import kernel
+from .kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
+
+BOX = "/box"  # the scratch directory; /tmp points to it
+DEVICES = ("null", "zero", "random", "urandom")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
+STAGE = "/proc"  # where the new root is put together: always a directory, and never one of its sources
+INNER_UID = 1000
+SPACES = kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
+
+
+def enter() -> None:
+    """Raises OSError where any step is refused: half a sandbox is none. The next process forked is the first one inside."""
+    if kernel.capable(kernel.CAP_SYS_ADMIN):
+        kernel.unshare(SPACES)
+    else:
+        uid, gid = os.getuid(), os.getgid()
+        kernel.unshare(SPACES | kernel.NEWUSER)
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{INNER_UID} {uid} 1"), ("gid_map", f"{INNER_UID} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(line)
+    kernel.mount("none", "/", None, MS_REC | MS_PRIVATE)
+
+
+def build(sources: list[str]) -> int | None:
+    """By the first process inside. Returns a /proc of our processes, or None where a container hides parts of /proc."""
+    try:
+        proc = kernel.detached_proc()  # now: an unprivileged user may mount one only while another is in sight
+    except OSError:
+        proc = None
+    kernel.mount("root", STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in sources:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), STAGE + path)
+        elif os.path.isdir(path):
+            os.makedirs(STAGE + path, exist_ok=True)
+            kernel.mount(path, STAGE + path, None, MS_BIND | MS_REC)
+            kernel.make_read_only(STAGE + path, recursive=True)
+    os.makedirs(STAGE + "/dev", exist_ok=True)
+    for device in DEVICES:
+        target = f"{STAGE}/dev/{device}"
+        open(target, "w").close()
+        kernel.mount(f"/dev/{device}", target, None, MS_BIND)
+    os.mkdir(STAGE + BOX)
+    if not os.path.lexists(STAGE + "/tmp"):  # unless the interpreter itself lies there
+        os.symlink(BOX, STAGE + "/tmp")
+    os.chdir(STAGE)
+    kernel.pivot_root()
+    kernel.make_read_only("/", recursive=False)
+    return proc
+
+
+def fresh_box(disk_mib: int) -> None:
+    kernel.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mib}m,nr_inodes=1024,mode=1777")
+    os.chdir(BOX)
+
+
+def discard_box() -> None:
+    os.chdir("/")
+    kernel.unmount(BOX)

@@ -1,0 +1,132 @@
+"""The fork server: one request at a time, one process for each, and nothing of it left when the answer goes out."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import time
+from typing import Any, NoReturn
+
+from . import root
+from .child import Place, Request, become
+
+MEMORY_WATCH_S = 0.02
+PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
+    """Ends when the trainer does: its end of `control` closes, or `boss`, a pidfd of it, says so (a copy of that end may
+    live on in something that it forked). `proc` is a /proc of our own, where processes are ours to count."""
+    channel = socket.socket(fileno=control)
+    gc.collect()
+    gc.freeze()  # or every child's first collection copies the pages of all that is imported
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(boss, select.POLLIN)
+    while True:
+        if any(file == boss for file, _ in poll.poll()):
+            os._exit(0)
+        message, files, _, _ = socket.recv_fds(channel, 1 << 16, 4)
+        if not message:
+            os._exit(0)
+        request = json.loads(message)
+        if "stop" not in request:  # a late one, for a run that has ended, asks for nothing
+            channel.send(json.dumps(execute(channel, boss, Request(**request), place, files, proc)).encode())
+
+
+def execute(
+    channel: socket.socket, boss: int, request: Request, place: Place, files: list[int], proc: int | None
+) -> dict[str, Any]:
+    inside = place.level >= 3
+    if request.forking and proc is None:
+        close(files)
+        return {"setup": f"commands and processes need namespaces and a /proc of their own; this is level {place.level}"}
+    if inside:
+        root.fresh_box(request.disk_mib)
+    ready, status = os.pipe2(os.O_CLOEXEC)
+    zygote, start = os.getpid(), time.monotonic()
+    child = os.fork()
+    if child == 0:
+        become(request, place, zygote, [*files, status])
+    close([*files, status])
+    handle = os.pidfd_open(child)
+    stopped = watch(channel, boss, handle, request, proc if request.forking else None, start)
+    if stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    _, code, usage = os.wait4(child, 0)
+    seconds = time.monotonic() - start
+    if inside:
+        end_all()
+        root.discard_box()
+    said = os.read(ready, 600)
+    close([handle, ready])
+    setup = "" if said == b"ready" or stopped else said.decode("utf-8", "replace") or "died before it was confined"
+    cpu = usage.ru_utime + usage.ru_stime
+    return {"status": code, "stopped": stopped, "seconds": seconds, "cpu": cpu, "setup": setup}
+
+
+def watch(channel: socket.socket, boss: int, handle: int, request: Request, proc: int | None, start: float) -> str:
+    """Waits for the child. Returns why it must be stopped, or nothing if it has ended."""
+    poll = select.poll()
+    for file in (handle, channel.fileno(), boss):
+        poll.register(file, select.POLLIN)
+    while True:
+        left = start + request.wall_s - time.monotonic()
+        if left <= 0:
+            return "wall"
+        wait = left if proc is None else min(left, MEMORY_WATCH_S)
+        happened = {file for file, _ in poll.poll(wait * 1000 + 1)}
+        if handle in happened:
+            return ""
+        if boss in happened:
+            leave()
+        if channel.fileno() in happened:
+            message = channel.recv(1 << 16)
+            if not message:
+                leave()
+            return json.loads(message)["stop"]
+        if proc is not None and resident_kib(proc) > request.memory_mib * 1024:
+            return "memory"
+
+
+def leave() -> NoReturn:
+    """The trainer is gone. Children die with us: by the process namespace, or by their death signal."""
+    os._exit(0)
+
+
+def end_all() -> None:
+    """Kills whatever the program started. We are process 1 of a namespace, so -1 means its processes and no others."""
+    assert os.getpid() == 1
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def resident_kib(proc: int) -> int:
+    total = 0
+    for name in os.listdir(proc):
+        if name.isdecimal() and name != "1":
+            with contextlib.suppress(OSError):  # it has ended
+                file = os.open(f"{name}/statm", os.O_RDONLY, dir_fd=proc)
+                total += int(os.read(file, 200).split()[1])
+                os.close(file)
+    return total * PAGE_KIB
+
+
+def close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def be_quiet() -> None:
+    """A terminal's Ctrl-C is the trainer's business."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,132 @@
+"""The sandbox of this machine: a pool of fork servers, each with a thread that talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Result, SandboxError
+from ratchet.sandbox.slot import Broken, Slot, Strength
+
+TRIES = 2  # the second with a new fork server
+
+
+class LocalSandbox:
+    """Takes the strongest isolation that the machine offers and refuses to be weaker than `at_least`.
+
+    slots: programs that run at once. readable: directories beside the standard library that programs can read and import
+    from. at_most: for trying out what a weaker machine would do. Threads and event loops may share one.
+    Raises SandboxError at once where the machine is too weak.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 2,
+        at_least: Isolation = Isolation.LANDLOCK,
+        at_most: Isolation = Isolation.NAMESPACES,
+        readable: Sequence[str] = (),
+    ) -> None:
+        if slots < 1:
+            raise SandboxError(f"slots must be 1 or more, not {slots}")
+        if sys.platform != "linux":
+            raise SandboxError(f"untrusted programs run on Linux only, not on {sys.platform}: use a remote sandbox")
+        self._owner = os.getpid()
+        self._slots = [Slot(at_most=at_most, readable=[os.path.realpath(path) for path in readable]) for _ in range(slots)]
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
+        self._threads = ThreadPoolExecutor(slots, thread_name_prefix="sandbox")
+        self._closing = threading.Event()
+        self._end = weakref.finalize(self, _end, self._closing, self._slots, self._threads)
+        self.strength: Strength = self._slots[0].start()
+        if self.strength.isolation < at_least:
+            self.close()
+            why = "; ".join(self.strength.refused) or f"at_most is {at_most.name.lower()}"
+            raise SandboxError(
+                f"this machine isolates programs by {self.strength.isolation.name.lower()} only, weaker than the declared "
+                f"{at_least.name.lower()} ({why}): run where more is allowed, or declare the weaker level with "
+                f"at_least=Isolation.{self.strength.isolation.name}"
+            )
+
+    @property
+    def isolation(self) -> Isolation:
+        return self.strength.isolation
+
+    async def run(self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS) -> Result:
+        """See `Sandbox.run`. When the caller is cancelled, the program is stopped."""
+        if os.getpid() != self._owner:
+            raise SandboxError("this sandbox was made before a fork: make another in the new process")
+        if not self._end.alive:
+            raise SandboxError("this sandbox is closed")
+        ticket = _Ticket(self._closing)
+        try:
+            work = functools.partial(_run, self._free, ticket, program, stdin, limits)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except asyncio.CancelledError:
+            ticket.cancel()
+            raise
+
+    def close(self) -> None:
+        self._end()
+
+    async def __aenter__(self) -> LocalSandbox:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+
+class _Ticket:
+    """Which slot a run has, so that its caller can stop it, or the end of the pool."""
+
+    def __init__(self, closing: threading.Event) -> None:
+        self.slot: Slot | None = None
+        self._closing = closing
+        self._cancelled = False
+
+    def unwanted(self) -> bool:
+        return self._cancelled or self._closing.is_set()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if slot := self.slot:
+            slot.stop()
+
+
+# The threads hold no reference to the sandbox: one that is forgotten must be closed by whoever forgot it, not by them.
+def _run(free: queue.SimpleQueue[Slot], ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:
+    slot = free.get()
+    try:
+        ticket.slot = slot
+        for remaining in reversed(range(TRIES)):
+            if ticket.unwanted():
+                raise SandboxError("the program was stopped before its start")
+            try:
+                return slot.run(program, stdin, limits, ticket.unwanted)
+            except Broken:
+                if not remaining:
+                    raise
+        raise AssertionError("unreachable")
+    finally:
+        ticket.slot = None
+        free.put(slot)
+
+
+def _end(closing: threading.Event, slots: list[Slot], threads: ThreadPoolExecutor) -> None:
+    closing.set()
+    for slot in slots:
+        slot.stop()
+    threads.shutdown(wait=True, cancel_futures=True)
+    for slot in slots:
+        slot.close()

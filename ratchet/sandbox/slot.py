@@ -1,0 +1,272 @@
+"""One place in the pool: a fork server in a process of its own, and the talk with it. Blocking; `local.py` gives it a thread.
+
+Programs and inputs travel as sealed memory files, output comes through pipes, and only a request of numbers and the way that
+the process ended cross the control socket. All of it is read here as hostile: bounded, and never evaluated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+from ratchet.sandbox.base import Isolation, Limits, Reason, Result, SandboxError
+
+START_TIMEOUT_S = 30.0
+GRACE_S = 5.0  # beyond the wall limit, before the fork server itself is taken for broken
+CHUNK = 1 << 16
+BOOT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from inside.launch import main
+del sys.path[0]
+main(int(sys.argv[2]), json.loads(sys.argv[3]))
+"""
+HERE = str(Path(__file__).resolve().parent)
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class Broken(SandboxError):
+    """The fork server died or hung; a new one may do."""
+
+
+@dataclass(frozen=True)
+class Strength:
+    """What the machine granted: `refused` says why not more, `by` names the mechanisms."""
+
+    isolation: Isolation
+    refused: tuple[str, ...]
+    by: tuple[str, ...]
+
+
+class Slot:
+    """Starts its fork server on first use, and another after that one broke."""
+
+    def __init__(self, *, at_most: Isolation, readable: Sequence[str]) -> None:
+        self._options = {"at_most": int(at_most), "readable": list(readable)}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._errors = -1
+        self._lock = threading.Lock()  # against `stop` from another thread while the channel is replaced
+
+    def start(self) -> Strength:
+        """Raises SandboxError where the machine grants nothing."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = os.memfd_create("errors")
+        options = json.dumps({**self._options, "boss": os.getpid()})
+        command = [
+            os.path.realpath(sys.executable),
+            "-I",
+            "-S",
+            "-B",
+            "-X",
+            "utf8",
+            "-c",
+            BOOT,
+            HERE,
+            str(theirs.fileno()),
+            options,
+        ]
+        try:
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
+                env={}, cwd="/", start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            self.close()
+            raise SandboxError(f"could not start the sandbox's interpreter: {error}") from error
+        finally:
+            theirs.close()
+        self._channel = ours
+        ours.settimeout(START_TIMEOUT_S)
+        try:
+            answer = json.loads(ours.recv(CHUNK) or b"{}")
+        except TimeoutError:
+            answer = {"error": f"no answer within {START_TIMEOUT_S:g} s"}
+        if "level" not in answer:
+            why = answer.get("error") or self._last_words()
+            self.close()
+            raise SandboxError(f"no sandbox on this machine: {why}")
+        return Strength(Isolation(answer["level"]), tuple(answer["refused"]), tuple(answer["by"]))
+
+    def run(self, program: str | Sequence[str], stdin: bytes, limits: Limits, unwanted: Callable[[], bool]) -> Result:
+        """`unwanted` is asked once the request is out, for a `stop` that came before there was anything to stop.
+
+        Raises Broken when another try may help, SandboxError when not.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self.start()
+        command = not isinstance(program, str)
+        text = json.dumps(list(program)).encode() if command else program.encode("utf-8", "surrogatepass")
+        files = [sealed(text), sealed(stdin)]
+        outputs: list[int] = []
+        try:
+            for _ in range(2):
+                read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                os.set_blocking(write, True)
+                outputs.append(read)
+                files.append(write)
+            try:
+                self._ask(limits, command, files)
+            finally:
+                close(files)
+                files = []
+            if unwanted():
+                self.stop()
+            watched = Watch(outputs, limits)
+            report = self._follow(watched, limits)
+        except (OSError, Broken) as error:
+            why = self._last_words()
+            self.close()
+            raise Broken(f"the sandbox's fork server broke: {error} {why}".rstrip()) from error
+        finally:
+            close(files + outputs)
+        if report["setup"]:
+            raise SandboxError(f"the sandbox could not confine a program: {report['setup']}")
+        return judge_end(report, watched, limits)
+
+    def _ask(self, limits: Limits, command: bool, files: list[int]) -> None:
+        assert self._channel is not None
+        request: dict[str, Any] = {
+            name: getattr(limits, name) for name in ("wall_s", "memory_mib", "disk_mib", "processes", "threads")
+        }
+        request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "command": command}
+        socket.send_fds(self._channel, [json.dumps(request).encode()], files)
+
+    def _follow(self, watched: Watch, limits: Limits) -> dict[str, Any]:
+        """Reads both outputs until the fork server reports the end; what the pipes then hold is all there will be."""
+        channel = self._channel
+        assert channel is not None
+        poll = select.poll()
+        for file in (channel.fileno(), *watched.open):
+            poll.register(file, select.POLLIN)
+        deadline = time.monotonic() + limits.wall_s + GRACE_S
+        stopping = False
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Broken(f"no report {GRACE_S:g} s after the wall limit")
+            ready = [file for file, _ in poll.poll(left * 1000)]
+            for file in ready:
+                if file != channel.fileno() and not watched.read(file):
+                    poll.unregister(file)
+            if watched.over and not stopping:
+                stopping = True
+                self.stop("output")
+            if channel.fileno() in ready:
+                message = channel.recv(CHUNK)
+                if not message:
+                    raise Broken("it is gone")
+                watched.drain()
+                return json.loads(message)
+
+    def stop(self, reason: str = "cancel") -> None:
+        """Ends the program that is running, if one is. From any thread."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._channel is not None:
+                self._channel.send(json.dumps({"stop": reason}).encode())
+
+    def _last_words(self) -> str:
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.2)
+        return os.pread(self._errors, 4000, 0).decode("utf-8", "replace").strip() if self._errors >= 0 else ""
+
+    def close(self) -> None:
+        """The fork server ends when its channel closes, and its programs with it."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+        if self._process is not None:
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, SIGKILL)
+                self._process.wait()
+            self._process = None
+        if self._errors >= 0:
+            os.close(self._errors)
+            self._errors = -1
+
+
+class Watch:
+    """stdout and stderr of one run, each up to the limit."""
+
+    def __init__(self, files: list[int], limits: Limits) -> None:
+        self.texts = [bytearray(), bytearray()]
+        self.over = False
+        self.open = dict(zip(files, self.texts, strict=True))
+        self._limit = limits.output_kib << 10
+
+    def read(self, file: int) -> bool:
+        """False when there is nothing more to come, or to keep."""
+        text = self.open[file]
+        try:
+            data = os.read(file, CHUNK)
+        except BlockingIOError:
+            return True
+        text += data
+        if len(text) > self._limit:
+            self.over = True
+            del text[self._limit :]
+            data = b""
+        if not data:
+            del self.open[file]
+        return bool(data)
+
+    def drain(self) -> None:
+        """Never waits for the end of file: where programs can't be counted, one might hold the pipe for ever."""
+        for file in list(self.open):
+            while (before := len(self.open[file])) is not None and self.read(file) and len(self.open[file]) > before:
+                pass
+
+
+def judge_end(report: dict[str, Any], watched: Watch, limits: Limits) -> Result:
+    code, stopped = report["status"], report["stopped"]
+    exit_code = os.WEXITSTATUS(code) if os.WIFEXITED(code) else None
+    number = os.WTERMSIG(code) if os.WIFSIGNALED(code) else None
+    if watched.over:
+        reason = Reason.OUTPUT
+    elif stopped == "cancel":
+        raise SandboxError("the program was stopped before its end: cancelled, or the sandbox closed")
+    elif stopped:
+        reason = Reason(stopped)
+    elif number == SIGKILL and report["cpu"] >= max(1.0, limits.cpu_s) - 0.1:
+        reason = Reason.CPU
+    else:
+        reason = Reason.SIGNAL if number else Reason.EXIT
+    if reason not in (Reason.EXIT, Reason.SIGNAL):
+        exit_code = number = None
+    return Result(exit_code, number, bytes(watched.texts[0]), bytes(watched.texts[1]), report["seconds"], reason)
+
+
+def sealed(data: bytes) -> int:
+    """A file in memory that nobody can change any more."""
+    file = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+    return file
+
+
+def close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)

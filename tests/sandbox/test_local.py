@@ -1,0 +1,228 @@
+"""The pool: levels and refusals, commands, many callers, and ends of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from sandbox.corpus import descendants, open_files
+from sandbox.test_attacks import need
+
+from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result, Sandbox, SandboxError
+from ratchet.sandbox.inside import seccomp
+
+T = TypeVar("T")
+HERE = Path(__file__).resolve().parent
+PATIENT = Limits(wall_s=60, cpu_s=30)
+COMMANDS = Limits(wall_s=60, cpu_s=30, processes=16)
+FOR_EVER = Limits(wall_s=1000, cpu_s=1000)
+
+
+@pytest.fixture
+def sandbox() -> Iterator[LocalSandbox]:
+    sandbox = LocalSandbox(slots=1)
+    yield sandbox
+    sandbox.close()
+
+
+def soon(work: Coroutine[Any, Any, T]) -> T:
+    """A test that waits for what never comes must fail, not hang."""
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def run(sandbox: Sandbox, program: str | list[str], stdin: bytes = b"", limits: Limits = PATIENT) -> Result:
+    return asyncio.run(sandbox.run(program, stdin, limits))
+
+
+def test_weaker_than_declared_is_refused_with_the_level_the_reason_and_the_fix() -> None:
+    before = descendants(os.getpid())
+    with pytest.raises(SandboxError, match=r"by seccomp only, weaker than the declared landlock.*at_least=Isolation\.SECCOMP"):
+        LocalSandbox(at_most=Isolation.SECCOMP)
+    with pytest.raises(SandboxError, match=r"by landlock only, weaker than the declared namespaces"):
+        LocalSandbox(at_least=Isolation.NAMESPACES, at_most=Isolation.LANDLOCK)
+    assert descendants(os.getpid()) == before
+
+
+def test_the_level_and_its_mechanisms_are_named(sandbox: LocalSandbox) -> None:
+    assert sandbox.isolation >= Isolation.LANDLOCK
+    assert {"seccomp", "resource limits", "no capabilities"} <= set(sandbox.strength.by)
+    weaker = LocalSandbox(slots=1, at_least=Isolation.SECCOMP, at_most=Isolation.SECCOMP)
+    weaker.close()
+    assert weaker.isolation is Isolation.SECCOMP
+    assert not any("Landlock" in name for name in weaker.strength.by)
+
+
+def test_an_interpreter_that_cannot_start_is_refused_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(SandboxError, match="could not start the sandbox's interpreter"):
+        LocalSandbox()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SandboxError, match="no sandbox on this machine"):
+        LocalSandbox()
+
+
+@pytest.mark.parametrize(
+    "limits", [{"wall_s": 0}, {"cpu_s": -1}, {"wall_s": float("nan")}, {"memory_mib": 8}, {"processes": 0}]
+)
+def test_limits_that_make_no_sense_are_refused(limits: dict[str, float]) -> None:
+    with pytest.raises(SandboxError, match=f"Limits.{next(iter(limits))}"):
+        Limits(**limits)  # type: ignore[arg-type]
+
+
+def test_commands_run_where_there_are_namespaces(sandbox: LocalSandbox) -> None:
+    need(Isolation.NAMESPACES)
+    assert run(sandbox, ["sh", "-c", "tr a-z A-Z | rev; exit 3"], b"abc\n", COMMANDS).stdout == b"CBA\n"
+    assert run(sandbox, ["sh", "-c", "exit 3"], b"", COMMANDS).exit == 3
+    assert run(sandbox, ["env"], b"", COMMANDS).stdout == b""
+    missing = run(sandbox, ["no-such-command"], b"", COMMANDS)
+    assert (missing.exit, missing.stderr) == (127, b"no-such-command: No such file or directory\n")
+    piped = run(
+        sandbox, "import subprocess as s\nprint(s.run(['wc', '-c'], input=b'abc', capture_output=True).stdout)", b"", COMMANDS
+    )
+    assert piped.stdout == b"b'3\\n'\n"
+
+
+def test_commands_and_processes_are_refused_where_nobody_could_end_them_all() -> None:
+    sandbox = LocalSandbox(slots=1, at_most=Isolation.LANDLOCK)
+    with pytest.raises(SandboxError, match="need namespaces"):
+        run(sandbox, ["true"])
+    with pytest.raises(SandboxError, match="need namespaces"):
+        run(sandbox, "pass", b"", COMMANDS)
+    assert run(sandbox, "pass").ok  # and the fork server is none the worse
+    sandbox.close()
+
+
+def test_memory_of_all_processes_together_is_bounded(sandbox: LocalSandbox) -> None:
+    need(Isolation.NAMESPACES)
+    hungry = "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (60 << 20)\ntime.sleep(1000)"
+    result = run(sandbox, hungry, b"", Limits(wall_s=60, cpu_s=30, memory_mib=128, processes=8))
+    assert (result.reason, result.exit, result.signal) == (Reason.MEMORY, None, None)
+
+
+def test_readable_directories_can_be_read_and_imported_from_but_not_written(tmp_path: Path) -> None:
+    tmp_path.joinpath("helper.py").write_text("ANSWER = 42")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder != Path("/tmp") and os.access(folder, os.W_OK) and folder.is_relative_to("/tmp"):
+            folder.chmod(0o755)
+    sandbox = LocalSandbox(slots=1, readable=[str(tmp_path)])
+    assert run(sandbox, "import helper; print(helper.ANSWER)").stdout == b"42\n"
+    assert not run(sandbox, f"open({str(tmp_path / 'new')!r}, 'w')").ok
+    sandbox.close()
+    assert os.listdir(tmp_path) == ["helper.py"]
+
+
+def test_many_callers_from_several_event_loops_get_their_own_answers() -> None:
+    sandbox = LocalSandbox(slots=2)
+
+    async def several(first: int) -> list[bytes]:
+        runs = [sandbox.run("print(int(input()) ** 2)", str(n).encode(), PATIENT) for n in range(first, first + 10)]
+        return [result.stdout for result in await asyncio.gather(*runs)]
+
+    for first in (0, 10):
+        assert asyncio.run(several(first)) == [b"%d\n" % n**2 for n in range(first, first + 10)]
+    sandbox.close()
+
+
+def test_large_programs_and_inputs_arrive_whole(sandbox: LocalSandbox) -> None:
+    source = "x = '" + "y" * 3_000_000 + "'\nimport sys\nprint(len(x), len(sys.stdin.buffer.read()))"
+    assert run(sandbox, source, b"z" * 5_000_000).stdout == b"3000000 5000000\n"
+
+
+def test_a_cancelled_caller_stops_its_program_and_frees_the_slot(sandbox: LocalSandbox) -> None:
+    async def main() -> Result:
+        spinning = asyncio.ensure_future(sandbox.run("while True: pass", b"", FOR_EVER))
+        while len(descendants(os.getpid())) == idle:
+            await asyncio.sleep(0.001)
+        spinning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spinning
+        return await sandbox.run("print('next')", b"", PATIENT)
+
+    idle = len(descendants(os.getpid()))
+    assert soon(main()).stdout == b"next\n"
+
+
+def test_a_fork_server_that_dies_is_replaced_and_the_program_runs_again(sandbox: LocalSandbox) -> None:
+    assert run(sandbox, "pass").ok
+    for pid in descendants(os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+    assert run(sandbox, "print('again')").stdout == b"again\n"
+
+
+def test_a_fork_server_that_dies_in_the_middle_is_no_verdict_on_the_program(sandbox: LocalSandbox) -> None:
+    async def main() -> None:
+        running = asyncio.ensure_future(sandbox.run("while True: pass", b"", FOR_EVER))
+        while not running.done():  # the first try and the second one, whatever they are at
+            for pid in descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        with pytest.raises(SandboxError):
+            await running
+
+    soon(main())
+
+
+def test_closing_in_the_middle_is_no_verdict_and_leaves_no_process() -> None:
+    before, files = descendants(os.getpid()), open_files()
+    sandbox = LocalSandbox(slots=2)
+
+    async def main() -> list[BaseException | Result]:
+        idle = len(descendants(os.getpid()))
+        running = [asyncio.ensure_future(sandbox.run("while True: pass", b"", FOR_EVER)) for _ in range(2)]
+        while len(descendants(os.getpid())) < 2 * idle - 1:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(sandbox.close)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    assert all(isinstance(end, SandboxError) for end in soon(main()))
+    assert descendants(os.getpid()) == before
+    assert open_files() == files
+    sandbox.close()
+    with pytest.raises(SandboxError, match="closed"):
+        run(sandbox, "pass")
+
+
+def test_a_sandbox_that_is_forgotten_closes_itself() -> None:
+    before = descendants(os.getpid())
+    sandbox = LocalSandbox(slots=1)
+    assert run(sandbox, "pass").ok
+    del sandbox
+    gc.collect()
+    assert descendants(os.getpid()) == before
+
+
+@pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
+def test_when_the_trainer_is_killed_everything_it_started_ends(level: Isolation) -> None:
+    """Even while a process that it forked holds copies of all its descriptors, and programs have forked daemons."""
+    need(level)
+    environment = {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}"}
+    command = [sys.executable, str(HERE / "owner.py"), "2", level.name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdin
+        assert owner.stdout
+        assert owner.stdout.readline() == b"ready\n"
+        started = [pid for pid, line in descendants(owner.pid).items() if "owner.py" not in line]
+        handles = [os.pidfd_open(pid) for pid in started]
+        owner.kill()
+        outlived = [pid for pid, handle in zip(started, handles, strict=True) if not select.select([handle], [], [], 20)[0]]
+        owner.stdin.close()
+    for handle in handles:
+        os.close(handle)
+    assert (len(started), outlived) == (12 if level is Isolation.NAMESPACES else 4, [])
+
+
+@pytest.mark.skipif(not seccomp.available(), reason="no filter for this machine")
+def test_the_filter_is_refused_on_machines_whose_call_numbers_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seccomp, "MACHINE", "aarch64")
+    assert not seccomp.available()
