@@ -1,8 +1,8 @@
 """The 25 verifiable instructions of IFEval (arXiv:2311.07911), under the ids and arguments of its published data.
 
 Written for hostile text: every check takes time linear in the text's length, and words of the data are never patterns. Where
-the published code differs it says so: its sentences come from a trained model (here from rules), a text whose language can't
-be told follows a language instruction there (here it doesn't), and its words of capital letters split at apostrophes.
+the published code differs: its sentences come from a trained model (here from rules), a text whose language can't be told
+follows a language instruction there (here it doesn't), and a line that is a lone asterisk may be a bullet there (here not).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Check = Callable[..., bool]
 
 MAX_DETECTED_CHARS = 10_000
 WORD = re.compile(r"\w+")
-COMPOUND = re.compile(r"\w+(?:['’.-]\w+)*")
+CLITIC = r"['’](?:s|m|d|t|re|ve|ll)\b"  # words of their own in the published count: I'm is I and 'm
+COMPOUND = re.compile(rf"\w+(?:(?!{CLITIC})['’./-]\w+)*|{CLITIC}", re.IGNORECASE)
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 SENTENCE_END = re.compile(r"(?<![.!?…])(?>[.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。！？]+")
 TITLES = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "vs", "e.g", "i.e", "cf", "fig", "capt"))

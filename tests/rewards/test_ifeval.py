@@ -172,6 +172,16 @@ def test_sentences_are_counted(text, count):
 
 
 @pytest.mark.parametrize(
+    ("text", "count"),
+    [("I'm A", 2), ("IT'S", 2), ("DON’T", 2), ("O'BRIEN", 1), ("TCP/IP and U.S.", 2), ("X-RAY", 1), ("A_B c", 1), ("9 A1", 1)],
+)
+def test_words_of_capital_letters_are_counted(text, count):
+    for bound, holds in ((count, True), (count + 1, False)):
+        arguments = {"capital_frequency": bound, "capital_relation": "at least"}
+        assert follows(text, "change_case:capital_word_frequency", arguments) == holds
+
+
+@pytest.mark.parametrize(
     ("instruction", "arguments", "message"),
     [
         ("keywords:none", {}, "is none of the 25"),
