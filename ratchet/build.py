@@ -36,8 +36,7 @@ from ratchet.links.shared import SharedLink
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.presets import preset
-from ratchet.rewards.base import as_reward
-from ratchet.rewards.compose import WeightedSum
+from ratchet.rewards.compose import composed
 from ratchet.roles import SCALARS, make_roles
 from ratchet.run import Run
 from ratchet.types import Sampling, Task
@@ -291,13 +290,7 @@ def build_arena(stage: StageConfig) -> Arena:
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:
     """The weighted sum of several rewards; None for none: the environment's own steps give it."""
-    if not sections:
-        return None
-    names = [str(getattr(section, "kind", "")).rpartition(":")[2] for section in sections]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it once")
-    made = {name: as_reward(construct(section), name) for name, section in zip(names, sections, strict=True)}
-    return WeightedSum(made, {name: getattr(section, "weight", 1.0) for name, section in zip(names, sections, strict=True)})
+    return composed(sections) if sections else None
 
 
 def build_run(config: RunConfig, index: int, policy: Policy, **around: Any) -> Run:

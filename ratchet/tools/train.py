@@ -24,6 +24,7 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
 from ratchet.interfaces import Learner
 from ratchet.loop import train
+from ratchet.observe.alarms import RewardAlarms
 from ratchet.observe.curve import write_curve
 from ratchet.observe.log import log_to
 from ratchet.observe.progress import show_progress
@@ -162,7 +163,7 @@ class Session:
         with show_progress(
             run.name, first_step=run.first_step, last_step=run.last_step, mode=mode, console=self.console
         ) as show:
-            run.observers = (self.sinks.write, show)
+            run.observers = (self.sinks.write, RewardAlarms(), show)
             try:
                 await train(run)
             finally:
