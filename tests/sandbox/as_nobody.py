@@ -1,4 +1,4 @@
-"""Becomes an unprivileged user, then runs a program: python as_nobody.py PROGRAM ARGUMENTS...
+"""Becomes an unprivileged user, then runs a program: python as_nobody.py [--no-namespaces] PROGRAM ARGUMENTS...
 
 Root's Python often lies where only root can look (/root/.pyenv). In a mount namespace of our own, the way to it is opened.
 """
@@ -29,10 +29,22 @@ def open_the_way(prefix: str) -> None:
     os.close(held)
 
 
+def forbid_namespaces() -> None:
+    """As many containers do. The limit is a user namespace's own, so this touches nobody else."""
+    kernel.unshare(kernel.NEWUSER)
+    settings = {"self/setgroups": "deny", "self/uid_map": f"{NOBODY} {NOBODY} 1", "self/gid_map": f"{NOBODY} {NOBODY} 1"}
+    for name, text in (settings | {"sys/user/max_user_namespaces": "0"}).items():
+        Path("/proc", name).write_text(text)
+
+
 if __name__ == "__main__":
+    words = [word for word in sys.argv[1:] if word != "--no-namespaces"]
     open_the_way(sys.base_prefix)
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
+    if len(words) < len(sys.argv) - 1:
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self belongs to root
+        forbid_namespaces()
     os.chdir("/")
-    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    os.execve(sys.executable, [sys.executable, *words], {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})

@@ -42,17 +42,27 @@ def test_no_attack_passes_or_leaves_anything_behind(level: Isolation) -> None:
     assert problems == []
 
 
+def as_nobody(*words: str) -> dict[str, object]:
+    if os.getuid() != 0:
+        pytest.skip("the other tests run as an unprivileged user already")
+    command = [sys.executable, str(HERE / "as_nobody.py"), *words]
+    environment = {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}"}
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300).stdout)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_attack_passes_or_leaves_anything_behind_for_an_unprivileged_user(level: Isolation) -> None:
-    if os.getuid() != 0:
-        pytest.skip("the other tests run as an unprivileged user already")
     need(level)
-    paths = f"{HERE.parent.parent}:{HERE.parent}"
-    command = [sys.executable, str(HERE / "as_nobody.py"), str(HERE / "corpus.py"), level.name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": paths}, timeout=300)
-    said = json.loads(done.stdout)
+    said = as_nobody(str(HERE / "corpus.py"), level.name)
     assert said == {"isolation": level.name, "count": len(ATTACKS), "problems": []}
+
+
+@pytest.mark.slow
+def test_where_namespaces_are_refused_landlock_is_chosen_and_holds() -> None:
+    need(Isolation.NAMESPACES)  # or there is nothing to take away
+    said = as_nobody("--no-namespaces", str(HERE / "corpus.py"), "NAMESPACES")
+    assert said == {"isolation": "LANDLOCK", "count": len(ATTACKS), "problems": []}
 
 
 def test_the_corpus_notices_a_sandbox_that_is_too_weak(tmp_path: Path) -> None:
