@@ -80,4 +80,9 @@ EQUIVALENT: Table = {
         "(turns.state_U[keyed_U], int(batch.state_T.max()) + 1 if batch.n_tokens else 0) -> "
         "(turns.state_U[keyed_U], int(batch.state_T.max()) + 2 if batch.n_tokens else 0)",
     ): "one index more, which does not occur",
+    (
+        TEMPORAL,
+        "step_rewards",
+        "torch.full((batch.n_sequences,), -1).scatter_reduce -> torch.full((batch.n_sequences,), -2).scatter_reduce",
+    ): "any number below 0 says that a row has no step",
 }

@@ -11,6 +11,7 @@ import torch
 from oracles.cases import column, groups, outputs
 from oracles.ragged import Row, Span
 
+from ratchet.algorithms.advantages.common import std_by
 from ratchet.algorithms.advantages.compose import mixture
 from ratchet.algorithms.advantages.group import group_relative, remax
 from ratchet.algorithms.advantages.temporal import step_rewards, turn_returns
@@ -189,3 +190,9 @@ def test_a_metric_is_a_weighted_mean_whatever_the_weights_sum_to(weighting, loss
     out = Outputs(sequence_sum=batch.sequence_sum, logprobs=column([[elsewhere, 1.0, 2.0]]))
     found, metrics = term(out, batch)
     assert [found.item(), metrics["itself"].item()] == [pytest.approx(loss), pytest.approx(1.5)]
+
+
+def test_equal_numbers_have_no_spread_at_all_though_their_mean_is_a_hair_off():
+    x = torch.tensor([0.1, 0.1, 0.1, 1.0, 3.0], dtype=torch.float64)
+    assert x[:3].sum() / 3 != x[0]
+    assert std_by((torch.tensor([0, 0, 0, 1, 1]), 3), x).tolist() == [0.0, pytest.approx(2**0.5), 0.0]
