@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import stat
@@ -50,7 +51,7 @@ def main(control: int, options: dict[str, Any]) -> None:
             inner = os.fork()
             if inner:
                 channel.close()
-                wait_for(inner)
+                wait_for(inner, boss)
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         proc = root.build(sources) if level >= 3 else None
         channel.send(json.dumps({"level": level, "refused": refused, "by": mechanisms(place)}).encode())
@@ -74,12 +75,14 @@ def oom_first() -> None:
         file.write("1000")
 
 
-def wait_for(inner: int) -> None:
-    """The launcher stays only because a process can't move itself into its new process namespace. As process 1 in there,
-    the zygote takes everything with it when it ends."""
-    for file in range(3, 64):
-        with contextlib.suppress(OSError):
-            os.close(file)
+def wait_for(inner: int, boss: int) -> None:
+    """The launcher stays because a process can't move itself into its new process namespace. As process 1 in there, the
+    zygote takes everything with it when it ends; should it not end by itself when the trainer has, we see to it."""
+    poll = select.poll()
+    for file in (boss, os.pidfd_open(inner)):
+        poll.register(file, select.POLLIN)
+    if [file for file, _ in poll.poll()] == [boss]:
+        os.kill(inner, signal.SIGKILL)
     os.waitpid(inner, 0)
     os._exit(0)
 
