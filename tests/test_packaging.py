@@ -157,8 +157,10 @@ def test_the_source_rules_allow() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_source_keeps_the_house_rules(path: Path) -> None:
     inside = path.relative_to(ROOT / "ratchet")
-    may_read_environment = inside.as_posix() == "cli.py" or inside.parts[0] == "executors"
-    assert list(violations(path.read_text(encoding="utf-8"), may_read_environment=may_read_environment)) == []
+    confined = inside.as_posix() == "sandbox/inside/child.py"  # where untrusted programs run: it clears its environment first
+    may_read_environment = inside.as_posix() == "cli.py" or inside.parts[0] == "executors" or confined
+    found = list(violations(path.read_text(encoding="utf-8"), may_read_environment=may_read_environment))
+    assert [line for line in found if not (confined and line.endswith("exec("))] == []
 
 
 # --- recipes and version

@@ -1,6 +1,6 @@
 """Becomes an unprivileged user, then runs a program: python as_nobody.py [--no-namespaces] PROGRAM ARGUMENTS...
 
-Root's Python often lies where only root can look (/root/.pyenv). In a mount namespace of our own, the way to it is opened.
+Root's Python often lies where only root can look (in its home). In a mount namespace of our own, the way to it is opened.
 """
 
 from __future__ import annotations
