@@ -255,3 +255,34 @@ def test_another_group_changes_nothing(rows: list[Row], name: str):
     length = len(flat(kept(first, [row.tokens for row in first])))
     if length:
         assert run(rows)[:length] == pytest.approx(run(first), abs=1e-12)
+
+
+# --- a teacher of other tokens
+
+
+def taught(spans: list[int], teacher: list[float], *, trained: list[list[bool]]) -> list[float]:
+    """Rows of given masks; the policy's log-probability is -1 everywhere, at tokens that don't train too."""
+    rows = [Row(f"g{i}", 0, [1] * len(mask), mask, reward=1.0) for i, mask in enumerate(trained)]
+    batch = filled(rows)
+    columns = {"teacher_logprobs": teacher, "old_logprobs": [-1.0] * len(teacher)}
+    batch = batch.fill_tokens(**{name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()})
+    if spans:
+        batch = batch.fill_tokens(teacher_spans=torch.tensor(spans))
+    found = on_policy_distillation(batch, AlgoState())
+    assert found.metrics.get("teacher/uncovered_share") == (0.25 if spans else None)
+    return found.need("advantages").tolist()
+
+
+MASKS = [[False, True, True], [False, True, False, True]]
+
+
+def test_tokens_that_do_not_train_are_not_taught():
+    assert taught([], [-5, -3, -2, -5, -3, -5, -2], trained=MASKS) == [0, -2, -1, 0, -2, 0, -1]
+
+
+def test_a_span_is_one_action_and_two_rows_may_number_theirs_alike():
+    # row 0: both tokens are span 0: (-3 + 1) + (-2 + 1); row 1: its own span 0 is one token, a masked one is in it too;
+    # the last token is in no span
+    spans = [-1, 0, 0, -1, 0, 0, -1]
+    assert taught(spans, [-5, -3, -2, -5, -4, -9, -2], trained=MASKS) == [0, -3, -3, 0, -3, 0, 0]
+    assert taught(spans, [-5, -3, -2, -5, -9, -9, -2], trained=MASKS) == [0, -3, -3, 0, -8, 0, 0]
