@@ -11,6 +11,7 @@ GROUP = "ratchet/algorithms/advantages/group.py"
 BASE = "ratchet/algorithms/base.py"
 POLICY = "ratchet/algorithms/losses/policy.py"
 REWARD_MODEL = "ratchet/algorithms/losses/reward_model.py"
+TEACHER = "ratchet/algorithms/advantages/teacher.py"
 TEMPORAL = "ratchet/algorithms/advantages/temporal.py"
 NO_SCALE = "epsilon is added to a standard deviation, and scale='none' divides by none"
 ZERO_WEIGHT = "what is not active has the weight 0, so that any finite number will do"
@@ -28,6 +29,11 @@ EQUIVALENT: Table = {
         "(share * torch.where(active, v.to(weight.dtype), 0.0)).sum() -> "
         "(share * torch.where(active, v.to(weight.dtype), 1.0)).sum()",
     ): ZERO_WEIGHT,
+    (
+        TEACHER,
+        "on_policy_distillation",
+        "keys_T = torch.stack([batch.sequence_T, span_T], dim=1) -> keys_T = -torch.stack([batch.sequence_T, span_T], dim=1)",
+    ): "keys are only told apart, and negated ones differ where they did",
     (
         POLICY,
         "_sequence_metrics",

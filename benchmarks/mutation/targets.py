@@ -10,7 +10,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "advantages/common.py": ("advantages", "group_advantages", "temporal", "compose"),
     "advantages/group.py": ("group_advantages", "advantages"),
     "advantages/temporal.py": ("temporal",),
-    "advantages/teacher.py": ("compose", "advantages"),
+    "advantages/teacher.py": ("temporal", "compose"),
     "advantages/compose.py": ("compose",),
     "losses/base.py": ("losses", "value_loss"),
     "losses/policy.py": ("policy_losses", "losses"),
