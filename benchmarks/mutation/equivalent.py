@@ -11,9 +11,11 @@ GROUP = "ratchet/algorithms/advantages/group.py"
 BASE = "ratchet/algorithms/base.py"
 POLICY = "ratchet/algorithms/losses/policy.py"
 REWARD_MODEL = "ratchet/algorithms/losses/reward_model.py"
+CORRECTION = "ratchet/algorithms/correction.py"
 TEACHER = "ratchet/algorithms/advantages/teacher.py"
 TEMPORAL = "ratchet/algorithms/advantages/temporal.py"
 NO_SCALE = "epsilon is added to a standard deviation, and scale='none' divides by none"
+SAME_KEYS = "keys are only told apart, and negated ones differ where they did"
 ZERO_WEIGHT = "what is not active has the weight 0, so that any finite number will do"
 
 EQUIVALENT: Table = {
@@ -33,7 +35,19 @@ EQUIVALENT: Table = {
         TEACHER,
         "on_policy_distillation",
         "keys_T = torch.stack([batch.sequence_T, span_T], dim=1) -> keys_T = -torch.stack([batch.sequence_T, span_T], dim=1)",
-    ): "keys are only told apart, and negated ones differ where they did",
+    ): SAME_KEYS,
+    (
+        CORRECTION,
+        "_gathered",
+        "keys_T = torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1) -> "
+        "keys_T = -torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1)",
+    ): SAME_KEYS,
+    (
+        TEMPORAL,
+        "_Turns.of",
+        "next_row, next_turn = keys[u + 1] if u + 1 < len(keys) else (-1, 0) -> "
+        "next_row, next_turn = keys[u + 1] if u + 1 < len(keys) else (-1, 1)",
+    ): "no row is -1, and the turn is read where the rows are the same",
     (
         POLICY,
         "_sequence_metrics",

@@ -17,7 +17,7 @@ from oracles.ragged import Ragged, Row, Span, flat
 
 from ratchet.algorithms.advantages.group import Scale, group_relative
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
-from ratchet.algorithms.advantages.temporal import gae, gigpo, turn_returns
+from ratchet.algorithms.advantages.temporal import gae, gigpo, step_rewards, turn_returns
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.errors import MissingColumn
@@ -102,6 +102,12 @@ def test_the_last_step_pays_what_the_turns_have_not():
     row = agent((2, 1.0, ""), (1, None, ""), reward=3.0, values=[0] * 5)
     batch = gae(filled([row], "values", "bootstrap_values"), AlgoState(), lam=0.0)
     assert batch.need("advantages").tolist() == [0, 0, 1, 0, 2]
+
+
+def test_rewards_of_tokens_that_do_not_train_are_no_step_rewards():
+    row = Row("g", 0, [1, 2, 3], [False, True, False], reward=1.0, token_rewards=[0, 0.5, 0])
+    batch = filled([row]).fill_tokens(token_rewards=torch.tensor([3.0, 0.5, 7.0], dtype=torch.float64))
+    assert step_rewards(batch).tolist() == [0, 1.5, 0]
 
 
 def test_decoupled_lambdas():
