@@ -14,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import preference
-from oracles.cases import gradient, outputs
+from oracles.cases import gradient, groups, outputs
 from oracles.preference_cases import batch_of, evaluate, labelled, live, weighted_by_row
 from oracles.ragged import Row
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.losses.preference import kto, kto_reference_point
 from ratchet.algorithms.weightings import sequence_mean
+from ratchet.data.packing import pack
 
 LN3 = math.log(3)
 BETAS = st.sampled_from([0.01, 0.1, 0.5, 2.0])
@@ -127,3 +128,11 @@ def test_answers_far_from_the_reference_stay_finite(gap: float):
     x, slope_T = evaluate(partial(kto, beta=1.0), rows, referred(rows))
     assert x[:2] == near([1.0, 0.0] if gap < 0 else [0.0, 1.0])
     assert slope_T[:6] == near([0.0] * 6)
+
+
+def test_without_answers_to_other_prompts_the_reference_point_is_zero():
+    """A minibatch may have lost them: the loss then compares with the reference itself."""
+    row = Row("g", 0, [1, 2], [False, True], reward=1.0)
+    zero = torch.zeros(2, dtype=torch.float64)
+    batch = kto_reference_point(pack(groups([row])).fill_tokens(old_logprobs=zero + 3, ref_logprobs=zero), AlgoState())
+    assert batch.need("kto_z0").tolist() == [0.0]

@@ -62,7 +62,7 @@ def descendants(pid: int) -> dict[int, str]:
         if entry.name.isdecimal():
             try:
                 state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
-                line = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80]
+                line = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             parents[int(entry.name)] = int(parent)
