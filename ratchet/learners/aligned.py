@@ -70,8 +70,8 @@ class AlignedTeacher(Teacher):
         return (await self.inner.score(packed, ["logprobs"]))["logprobs"]
 
     def translate(self, tokens: Sequence[int], asked: Sequence[bool]) -> Translation:
-        """The row's text, cut where control tokens stand and where the writer changes, in the teacher's tokens. What the student
-        wrote and the teacher has no tokens for is left out, without a span; a prompt of that kind is a DataError."""
+        """The row's text, cut where control tokens stand and where the writer changes, in the teacher's tokens. What the
+        student wrote and the teacher has no tokens for is left out, without a span; a prompt of that kind is a DataError."""
         made = Translation()
         controls = set(self.student.special_ids.values()) | set(self.student.eos_ids)
         kinds = [(i if token in controls else -1, on) for i, (token, on) in enumerate(zip(tokens, asked, strict=True))]

@@ -43,8 +43,8 @@ class Wanted:
 def token_columns(
     logits: Logits, hidden_Td: Tensor, batch: Batch, mask_T: Tensor, wanted: Wanted, *, chunk_rows: int
 ) -> dict[str, Tensor]:
-    """ "logprobs" [T], and "entropy" [T], "topk_ids" [T, K] and "topk_logprobs" [T, K + 1] (or [T, V], see `outcomes`) as wanted,
-    at the tokens of the mask under each row's temperature; 0 elsewhere.
+    """ "logprobs" [T], and "entropy" [T], "topk_ids" [T, K] and "topk_logprobs" [T, K + 1] (or [T, V], see `outcomes`) as
+    wanted, at the tokens of the mask under each row's temperature; 0 elsewhere.
 
     A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded it.
     """

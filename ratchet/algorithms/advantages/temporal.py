@@ -48,9 +48,11 @@ def gae(
     eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) + V, what the critic is trained towards.
 
     After the last step V is `bootstrap_values` where the row was truncated, as the episode would have gone on, and 0 where it
-    ended, or everywhere with `bootstrap=False`: where a limit is part of the task, an answer cut off by it is over. VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the policy's, and
-    `length_alpha` = a sets the policy's to 1 - 1 / (a l) for a row of l steps (at least 0). A row that was not scored gets
-    advantage 0 and its own values as returns.
+    ended, or everywhere with `bootstrap=False`: where a limit is part of the task, an answer cut off by it is over. A row that
+    was not scored gets advantage 0 and its own values as returns.
+
+    VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the policy's, and `length_alpha` = a
+    sets the policy's to 1 - 1 / (a l) for a row of l steps (at least 0).
     """
     steps = Steps.of(batch)
     values_SL = steps.pad(batch.need("values").double())
