@@ -28,7 +28,8 @@ class Term:
     `fn(out, batch) -> (x, metrics)` gives x and detached metrics at the term's `level` ([T], [S] or [G]). `weighting(batch)`
     gives the [T] column that carries the complete normaliser, computed once over an optimizer step; a sequence or a group
     weighs what its tokens weigh together. `needs` names the `Outputs` that the learner must produce. Both functions are
-    module-level, or a `functools.partial` of one, so that a term can be sent to another process by name.
+    module-level, or a `functools.partial` of one, so that a term can be sent to another process by name. With `coef=0` it
+    is only measured, and adds nothing to the loss, whatever its values.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Term:
         assert x.shape == weight.shape, f"term '{self.name}' returned {tuple(x.shape)} for weights {tuple(weight.shape)}"
         # A weight of 0 means "not part of the loss": inf * 0 from such an entry must not poison the sum.
         active = weight != 0
-        loss = coef * (weight * torch.where(active, x, 0.0)).sum()
+        loss = coef * (weight * torch.where(active, x, 0.0)).sum() if coef else weight.new_zeros(())
         share = weight / total if total else weight
         means = {k: (share * torch.where(active, v.to(weight.dtype), 0.0)).sum() for k, v in metrics.items()}
         return loss, means

@@ -96,8 +96,8 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
         if config.correction is not None and level == "token":
             penalty = partial(corrected, fn=penalty)
         terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))
-    if config.entropy_coef > 0:
-        terms.append(Term("entropy", entropy_bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef))
+    # Measured always: what the policy's entropy does says whether it still explores.
+    terms.append(Term("entropy", entropy_bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef))
     if config.positive_nll_coef > 0:
         positive = partial(positive_mean, above=config.positive_nll_above)
         terms.append(Term("positive_nll", nll, positive, coef=config.positive_nll_coef))

@@ -7,10 +7,10 @@ K = columns of likeliest tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,17 +22,28 @@ Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
 @dataclass(frozen=True)
 class Wanted:
     """What to compute of each prediction: beside the token's own log-probability its entropy, the log-probabilities of given
-    tokens (ids [n, K]), or those of the top_k likeliest ones (0: of all)."""
+    tokens (ids [n, K]), or those of the top_k likeliest ones (0: of all). entropy_slope: whether the entropy is differentiated;
+    one that is only measured keeps nothing for the backward."""
 
     entropy: bool = False
     of_ids: bool = False
     top: bool = False
     top_k: int = 0
+    entropy_slope: bool = True
 
     @classmethod
-    def among(cls, names: Collection[str], *, given_ids: bool = False, top_k: int = 0) -> Wanted:
+    def among(
+        cls, names: Collection[str], *, given_ids: bool = False, top_k: int = 0, measured: Collection[str] = ()
+    ) -> Wanted:
+        """measured: those of the names that nothing is differentiated by."""
         top = "topk_logprobs" in names or "topk_ids" in names
-        return cls("entropy" in names, of_ids=top and given_ids, top=top and not given_ids, top_k=top_k)
+        return cls(
+            "entropy" in names,
+            of_ids=top and given_ids,
+            top=top and not given_ids,
+            top_k=top_k,
+            entropy_slope="entropy" not in measured,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,13 +84,11 @@ def token_columns(
 def _chunk(
     logits: Logits, hidden_nd: Tensor, targets_n: Tensor, ids_nK: Tensor, temperature_n: Tensor, wanted: Wanted
 ) -> tuple[Tensor, ...]:
-    scaled_nV = logits(hidden_nd) / temperature_n[:, None]
-    columns = [-F.cross_entropy(scaled_nV, targets_n, reduction="none")]
-    if not (wanted.entropy or wanted.of_ids or wanted.top):
-        return tuple(columns)
-    all_nV = scaled_nV.log_softmax(-1)
+    all_nV = (logits(hidden_nd) / temperature_n[:, None]).log_softmax(-1)
+    columns = [all_nV.gather(1, targets_n[:, None])[:, 0]]
     if wanted.entropy:
-        columns.append(-(all_nV.exp() * all_nV).sum(-1))
+        with nullcontext() if wanted.entropy_slope else torch.no_grad():
+            columns.append(-(all_nV.exp() * all_nV).sum(-1))
     if wanted.of_ids:
         columns.append(outcomes(all_nV, ids_nK))
     if wanted.top:

@@ -123,16 +123,20 @@ class LocalLearner:
     def _accumulate(self, mini: Batch, terms: Sequence[LossTerm]) -> dict[str, Tensor]:
         """Sums of losses and metrics over all micro-batches; gradients add up in `.grad`."""
         needs = frozenset[str]().union(*(term.needs for term in terms))
+        # A term of coefficient 0 is only measured: what nothing else needs gets no gradient.
+        learned = frozenset[str]().union(*(term.needs for term in terms if mini.weights[term.name].coef))
         sums: dict[str, Tensor] = {}
         for rows in self._plan(mini):
             micro = mini.take(rows).to(self.device, self.dtype)
-            out = self._outputs(micro, needs)
+            out = self._outputs(micro, needs, measured=needs - learned)
             total = torch.zeros((), dtype=self.dtype, device=self.device)
             for term in terms:
                 loss, measured = term(out, micro)
                 total = total + loss
                 named = {f"{term.name}/{key}": value for key, value in measured.items()}
-                for key, value in {term.name: loss.detach(), **named}.items():
+                if mini.weights[term.name].coef:
+                    named[term.name] = loss.detach()
+                for key, value in named.items():
                     sums[key] = sums.get(key, 0.0) + value
             sums["loss"] = sums.get("loss", 0.0) + total.detach()
             total.backward()
@@ -154,8 +158,9 @@ class LocalLearner:
             limit = MAX_MICRO_BATCH_TOKENS if self.device.type == "cpu" else MAX_MICRO_BATCH_TOKENS_GPU
         return plan_microbatches(batch, max_tokens=int(limit), unit=self.unit)
 
-    def _outputs(self, micro: Batch, needs: Collection[str]) -> Outputs:
-        columns = self._columns(micro, micro.trainable_T, needs, Wanted.among(needs, given_ids=True))
+    def _outputs(self, micro: Batch, needs: Collection[str], *, measured: Collection[str] = ()) -> Outputs:
+        wanted = Wanted.among(needs, given_ids=True, measured=measured)
+        columns = self._columns(micro, micro.trainable_T, needs, wanted)
         if "old_logprobs" in needs:
             own = micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
             columns["old_logprobs"] = own.detach()

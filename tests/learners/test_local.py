@@ -279,6 +279,22 @@ def test_entropy_alone_needs_no_logprobs():
     assert replace(algorithm, minibatches=2).updates_per_batch == 2
 
 
+@pytest.mark.parametrize("tokens", [5, 10_000])
+def test_an_entropy_that_no_loss_uses_is_measured_without_gradient(tokens):
+    measuring = build(GRPOConfig(group_size=3))
+    batch, terms = prepared(measuring)
+    made = learner(LocalConfig(micro_batch_tokens=tokens))
+    slopes, sums = gradient(made, batch, terms)
+    alone, others = gradient(learner(), batch, [term for term in terms if term.name != "entropy"])
+    torch.testing.assert_close(slopes, alone, rtol=1e-12, atol=1e-14)
+    assert set(sums) - set(others) == {"entropy/entropy"}
+    found = asyncio.run(made.score(batch, ["entropy"]))["entropy"]
+    assert float(sums["entropy/entropy"]) == pytest.approx(float(found[batch.trainable_T].mean()), rel=1e-12)
+    micro = batch.take(weighing_rows(batch, terms))
+    assert made._outputs(micro, {"entropy"}).need("entropy").requires_grad
+    assert not made._outputs(micro, {"entropy"}, measured={"entropy"}).need("entropy").requires_grad
+
+
 @pytest.mark.parametrize("top_k", [0, 1, 4, VOCAB, VOCAB + 9])
 @pytest.mark.parametrize("tokens", [5, 10_000])
 def test_the_likeliest_tokens_and_the_rest_of_the_mass(top_k, tokens):
