@@ -21,6 +21,9 @@ from ratchet.interfaces import Learner
 from ratchet.learners.teacher import Teacher
 from ratchet.types import Group, Message, Task, Trajectory
 
+REPLACED = "\N{REPLACEMENT CHARACTER}"
+LONG = 32  # tokens: a character has at most 4 bytes, so that twice that many without a whole one are none
+
 
 @dataclass
 class Translation:
@@ -121,15 +124,57 @@ class AlignedTeacher(Teacher):
 
 def _cuts(tokenizer: Tokenizer, tokens: Sequence[int]) -> dict[int, int]:
     """How many tokens make up the first n characters, by n, wherever a token ends with a whole character; the last entry is
-    the end, under -1, as two tokenizers may not give back the very same text."""
+    the end, under -1, as two tokenizers may not give back the very same text.
+
+    Only what follows the last cut is decoded at each token, behind the tokens between the cut before it and it: what a decoder
+    does at the beginning of a text (SentencePiece drops a space) has then been done. So the work grows with the row's length,
+    not with its square; `Window.shorten` keeps it so where no
+    character gets whole.
+    """
     text = tokenizer.decode(tokens)
     cuts = {0: 0}
-    for count in range(1, len(tokens)):
-        begun = tokenizer.decode(tokens[:count])
-        if text.startswith(begun) and not begun.endswith("\N{REPLACEMENT CHARACTER}"):
-            cuts.setdefault(len(begun), count)
+    window = Window(tokenizer)
+    for count, token in enumerate(tokens[:-1], start=1):
+        window.tokens.append(token)
+        piece = window.text()
+        if not text.startswith(piece, window.at) or piece.endswith(REPLACED):
+            window.shorten(text)
+        elif piece:
+            window.pass_over(len(window.tokens), piece)
+            cuts.setdefault(window.at, count)
     cuts.pop(len(text), None)
     return {**cuts, -1: len(tokens)}
+
+
+@dataclass
+class Window:
+    """The tokens of a text after a place in it. before: those that the place ends, for the decoder alone. at: characters before
+    the place."""
+
+    tokenizer: Tokenizer
+    before: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    at: int = 0
+
+    def text(self, count: int | None = None) -> str:
+        """Of its first tokens, or of all."""
+        return self.tokenizer.decode([*self.before, *self.tokens[:count]])[len(self.tokenizer.decode(self.before)) :]
+
+    def pass_over(self, count: int, piece: str) -> None:
+        """Moves the place behind the first `count` tokens, whose text is `piece`."""
+        if piece:
+            self.before = self.tokens[:count]
+        self.tokens, self.at = self.tokens[count:], self.at + len(piece)
+
+    def shorten(self, text: str) -> None:
+        """A long one without a whole character is halved, if its halves mean apart what they mean together."""
+        if len(self.tokens) < LONG:
+            return
+        half = replace(self, tokens=list(self.tokens))
+        piece = half.text(LONG // 2)
+        half.pass_over(LONG // 2, piece)
+        if piece + half.text() == self.text() and text.startswith(piece, self.at):
+            self.before, self.tokens, self.at = half.before, half.tokens, half.at
 
 
 def _rows(batch: Batch) -> Iterator[tuple[list[int], list[bool]]]:

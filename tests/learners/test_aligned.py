@@ -2,16 +2,20 @@
 
 import asyncio
 import math
+import random
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
 from ratchet.algorithms.base import AlgoState
 from ratchet.data.builtin_tokenizers import byte_bpe_tokenizer, byte_tokenizer, character_tokenizer
 from ratchet.data.packing import pack
+from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import DataError
-from ratchet.learners.aligned import AlignedTeacher
+from ratchet.learners.aligned import AlignedTeacher, _cuts
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
@@ -206,3 +210,90 @@ def test_what_the_teacher_has_no_tokens_for_is_left_out():
         assert made.spans == []
     with pytest.raises(DataError, match="has no token"):
         aligned.translate(student.encode("a1"), [False, True])
+
+
+# --- where tokens end in the text
+
+
+def cuts_by_prefixes(tokenizer, tokens):
+    """The definition: every beginning of the row is decoded by itself."""
+    text = tokenizer.decode(tokens)
+    cuts = {0: 0}
+    for count in range(1, len(tokens)):
+        begun = tokenizer.decode(tokens[:count])
+        if text.startswith(begun) and not begun.endswith("\N{REPLACEMENT CHARACTER}"):
+            cuts.setdefault(len(begun), count)
+    cuts.pop(len(text), None)
+    return {**cuts, -1: len(tokens)}
+
+
+def sentencepiece_like():
+    """As conversions of Llama 2's: a space is "▁", the first one is dropped, characters without a token are bytes."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehlorw é", "▁h", "he", "▁he"]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(dict.fromkeys(pieces))},
+            [("▁", "h"), ("h", "e"), ("▁", "he")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(backend, config={"eos_token": "</s>"})
+
+
+def metaspace():
+    backend = tokenizers.Tokenizer(models.Unigram([("▁", -2.0), *((c, -3.0) for c in "abcdehlorwé"), ("▁he", -2.5)], 0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return Tokenizer(backend)
+
+
+TOKENIZERS = {
+    "characters": lambda: character_tokenizer("abé€😀 \ufffd"),
+    "bytes": byte_tokenizer,
+    "byte_bpe": lambda: byte_bpe_tokenizer([*WORDS, "naïve café", "日本語 😀😀", "👩‍👩‍👧 e\u0301"] * 4, vocab_size=340),
+    "sentencepiece": sentencepiece_like,
+    "metaspace": metaspace,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_cuts_are_those_of_every_beginning_decoded(name):
+    """Of random tokens (half characters, garbage and all), of real text, and of text whose end is missing."""
+    tokenizer, rng = TOKENIZERS[name](), random.Random(name)
+    controls = set(tokenizer.special_ids.values())
+    usual = [i for i in range(tokenizer.vocab_size) if i not in controls]
+    rows = [[rng.choice(usual) for _ in range(rng.randrange(1, 60))] for _ in range(150)]
+    if name not in ("characters", "metaspace"):
+        texts = ["hello world there ", "naïve café ", "日本語 ", "😀👩‍👩‍👧e\u0301 ", "  \n\n he ", "\ufffd", "\ufeff"]
+        for _ in range(100):
+            row = tokenizer.encode("".join(rng.choices(texts, k=rng.randrange(1, 8))))
+            rows += [row, row[: rng.randrange(1, len(row) + 1)], row[rng.randrange(len(row)) :]]
+    for row in rows:
+        assert _cuts(tokenizer, row) == cuts_by_prefixes(tokenizer, row), row
+
+
+@pytest.mark.parametrize("text", ["hello world ", "日本語 😀", "\x80"])
+@pytest.mark.parametrize("name", ["bytes", "sentencepiece"])
+def test_the_work_of_cutting_grows_with_the_length(name, text, monkeypatch):
+    tokenizer = TOKENIZERS[name]()
+    unit = tokenizer.encode(text)[-1:] if text == "\x80" else tokenizer.encode(text)  # the last: bytes that are no character
+    decoded, plain = [], Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or plain(self, ids))
+    work = []
+    for count in (400, 800):
+        decoded.clear()
+        _cuts(tokenizer, (unit * count)[:count])
+        work.append(sum(decoded))
+    assert work[1] < 2.1 * work[0]
+
+
+def test_a_row_of_many_thousand_tokens_is_cut():
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.encode("hello é " * 2000)
+    assert len(_cuts(tokenizer, tokens)) == 8 * 2000 + 1
