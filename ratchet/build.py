@@ -31,13 +31,14 @@ from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Environment, Generator, Learner, Reward
+from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
 from ratchet.links.shared import SharedLink
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.presets import preset
 from ratchet.rewards.compose import composed
-from ratchet.roles import SCALARS, make_roles
+from ratchet.roles import make_roles
 from ratchet.run import Run
 from ratchet.types import Sampling, Task
 

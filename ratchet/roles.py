@@ -14,12 +14,11 @@ from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.interfaces import Learner
 from ratchet.learners.aligned import AlignedTeacher
+from ratchet.learners.columns import SCALARS
 from ratchet.learners.teacher import Teacher
 from ratchet.models.heads import ScalarHead
 from ratchet.models.load import load_policy
 from ratchet.models.policy import PolicyModel
-
-SCALARS = frozenset({"values", "scores", "token_scores"})
 
 
 def make_roles(

@@ -17,45 +17,58 @@ from torch.utils.checkpoint import checkpoint
 from ratchet.batch import Batch
 
 Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
+SCALARS = frozenset({"values", "scores", "token_scores"})  # columns that a scalar head gives
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What to compute of each prediction: beside the token's own log-probability its entropy, the log-probabilities of given
-    tokens (ids [n, K]), or those of the top_k likeliest ones (0: of all). entropy_slope: whether the entropy is differentiated;
-    one that is only measured keeps nothing for the backward."""
+    tokens (ids [n, K]), or those of the top_k likeliest ones (0: of all, in order), with their ids where they are asked for.
+
+    shared: these are of the first so many tokens alone, renormalised; None: of all that the model has. entropy_slope: whether
+    the entropy is differentiated; one that is only measured keeps nothing for the backward."""
 
     entropy: bool = False
     of_ids: bool = False
     top: bool = False
+    ids: bool = False
     top_k: int = 0
+    shared: int | None = None
     entropy_slope: bool = True
 
     @classmethod
     def among(
-        cls, names: Collection[str], *, given_ids: bool = False, top_k: int = 0, measured: Collection[str] = ()
+        cls,
+        names: Collection[str],
+        *,
+        given_ids: bool = False,
+        top_k: int = 0,
+        shared: int | None = None,
+        measured: Collection[str] = (),
     ) -> Wanted:
-        """measured: those of the names that nothing is differentiated by."""
+        """given_ids: the batch says which tokens. measured: those of the names that nothing is differentiated by."""
         top = "topk_logprobs" in names or "topk_ids" in names
         return cls(
             "entropy" in names,
             of_ids=top and given_ids,
             top=top and not given_ids,
+            ids="topk_ids" in names and not given_ids,
             top_k=top_k,
+            shared=shared,
             entropy_slope="entropy" not in measured,
         )
 
     @property
     def names(self) -> tuple[str, ...]:
-        named = ("logprobs", *(("entropy",) if self.entropy else ()))
-        return (*named, *(("topk_logprobs",) if self.of_ids else ()), *(("topk_logprobs", "topk_ids") if self.top else ()))
+        wanted = {"entropy": self.entropy, "topk_logprobs": self.of_ids or self.top, "topk_ids": self.ids}
+        return ("logprobs", *(name for name, here in wanted.items() if here))
 
 
 def token_columns(
     logits: Logits, hidden_Td: Tensor, batch: Batch, mask_T: Tensor, wanted: Wanted, *, chunk_rows: int
 ) -> dict[str, Tensor]:
     """ "logprobs" [T], and "entropy" [T], "topk_ids" [T, K] and "topk_logprobs" [T, K + 1] (or [T, V], see `outcomes`) as
-    wanted, at the tokens of the mask under each row's temperature; 0 elsewhere.
+    wanted, at the tokens of the mask under each row's temperature; 0 elsewhere. Given ids are the batch's `teacher_ids`.
 
     A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded it.
     """
@@ -89,14 +102,19 @@ def _chunk(
     if wanted.entropy:
         with nullcontext() if wanted.entropy_slope else torch.no_grad():
             columns.append(-(all_nV.exp() * all_nV).sum(-1))
+    if not (wanted.of_ids or wanted.top):
+        return tuple(columns)
+    if wanted.shared is not None and wanted.shared < all_nV.shape[1]:
+        all_nV = all_nV[:, : wanted.shared].log_softmax(-1)
     if wanted.of_ids:
         columns.append(outcomes(all_nV, ids_nK))
-    if wanted.top:
+    elif 0 < wanted.top_k < all_nV.shape[1]:
+        ids_nK = all_nV.topk(wanted.top_k, dim=-1).indices
+        columns.append(outcomes(all_nV, ids_nK))
+    else:
         ids_nK = torch.arange(all_nV.shape[1], device=all_nV.device).expand(all_nV.shape)
-        if 0 < wanted.top_k < all_nV.shape[1]:
-            ids_nK = all_nV.topk(wanted.top_k, dim=-1).indices
-        columns += [outcomes(all_nV, ids_nK), ids_nK]
-    return tuple(columns)
+        columns.append(all_nV)
+    return (*columns, ids_nK) if wanted.ids else tuple(columns)
 
 
 def outcomes(all_nV: Tensor, ids_nK: Tensor) -> Tensor:

@@ -19,14 +19,13 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import plan_microbatches
 from ratchet.errors import TrainingError
 from ratchet.interfaces import LossTerm, Outputs, Shard
-from ratchet.learners.columns import Wanted, sequence_scores, state_values, token_columns
+from ratchet.learners.columns import SCALARS, Wanted, sequence_scores, state_values, token_columns
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.schedule import lr_factor
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.policy import PolicyModel
 
 PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
-SCALARS = frozenset({"values", "scores", "token_scores"})
 MAX_MICRO_BATCH_TOKENS = 1024  # "auto" on a CPU: larger ones fall out of its cache and are slower
 MAX_MICRO_BATCH_TOKENS_GPU = 16384
 
@@ -36,7 +35,8 @@ class LocalLearner:
 
     model: holds float32 (master) weights; on an accelerator the forward runs under bfloat16 autocast when `autocast`.
     optimizer: None makes a frozen role (a reference), which can only score. total_steps: optimizer steps of the schedule.
-    head: the scalar head that "values" and "scores" read. unit: what a micro-batch never splits.
+    head: the scalar head that "values" and "scores" read. unit: what a micro-batch never splits. shared_vocab: how many tokens,
+    the first ones, it has in common with models that it is compared with token by token ("topk_logprobs"); None: all.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class LocalLearner:
         unit: Level = "sequence",
         head: ScalarHead | None = None,
         autocast: bool = False,
+        shared_vocab: int | None = None,
     ) -> None:
+        self.shared_vocab = shared_vocab
         self.model, self.config, self.head = model, config, head
         self.unit: Level = unit
         self.device = next(model.parameters()).device
@@ -73,17 +75,19 @@ class LocalLearner:
     async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
         columns: dict[str, Tensor] = {}
         starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
+        asked = Wanted.among(wanted, top_k=top_k, shared=self.shared_vocab)
         with torch.no_grad():
-            for rows in self._plan(batch):
+            for rows in self._plan(batch) or [[]]:  # an empty batch has columns too, of the right width
                 micro = batch.take(rows).to(self.device, self.dtype)
-                found = self._columns(micro, micro.predicted_T, wanted, Wanted.among(wanted, top_k=top_k))
-                tokens = torch.cat([torch.arange(starts[row], starts[row] + lengths[row]) for row in rows])
+                found = self._columns(micro, micro.predicted_T, wanted, asked)
+                spans = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
+                tokens = torch.cat(spans) if spans else slice(0)
                 for name in wanted:
                     part = found[name].to("cpu")
                     size = batch.n_sequences if name == "scores" else batch.n_tokens
                     column = columns.setdefault(name, part.new_zeros(size, *part.shape[1:]))
                     column[rows if name == "scores" else tokens] = part
-        return columns or {name: torch.zeros(0, dtype=self.dtype) for name in wanted}
+        return columns
 
     # --- updating
 
@@ -167,8 +171,10 @@ class LocalLearner:
         return Outputs(sequence_sum=micro.sequence_sum, **columns)
 
     def _columns(self, micro: Batch, mask_T: Tensor, needs: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
-        with self._precision():
-            hidden_Td = self.model.hidden(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
+        hidden_Td = torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
+        if micro.n_tokens:
+            with self._precision():
+                hidden_Td = self.model.hidden(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
         columns: dict[str, Tensor] = {}
         if not PREDICTIONS.isdisjoint(needs):
             rows = rows_per_chunk(self.config.logprob_chunk_mib, self.model.vocab_size, self.dtype)

@@ -62,7 +62,7 @@ class TinyRole:
     def outputs(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         """What `Outputs` holds for an update, without the old logprobs."""
         named = {"logprobs"} | set(needs) if "old_logprobs" in needs else set(needs)
-        found = self._columns(batch, batch.trainable_T, named, Wanted.among(needs, given_ids=True))
+        found = self._columns(batch, batch.predicted_T, named, Wanted.among(needs, given_ids=batch.has("teacher_ids")))
         return {name: column for name, column in found.items() if name in named}
 
     def _columns(self, batch: Batch, mask_T: Tensor, names: Collection[str], wanted: Wanted) -> dict[str, Tensor]:

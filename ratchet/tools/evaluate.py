@@ -13,8 +13,8 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.build import Arena, Plan, build_arena, make_evaluator, make_pair_evaluator, plan_of
 from ratchet.config.kinds import construct
 from ratchet.errors import ConfigError
+from ratchet.learners.columns import SCALARS
 from ratchet.models.heads import load_head
-from ratchet.roles import SCALARS
 from ratchet.tools.target import Target, open_target, require_config
 
 NOTHING = "there is nothing to evaluate on: the recipe says evaluation.tasks: 0; add --tasks N"
