@@ -57,6 +57,11 @@ def kl_in_reward(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
     return batch.fill_tokens(token_rewards=before_T - now * gap_T).note(**{"kl/kl": mean, "kl/coef": now})
 
 
+def kl_in_loss(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
+    """Changes no column: measures the coefficient of this step, under the name that `kl_in_reward` gives it."""
+    return batch.note(**{"kl/coef": state.numbers.get(COEF, coef)})
+
+
 def adapt_kl(coef: float, kl: float, *, target: float, rate: float) -> float:
     """coef * (1 + rate * clip(kl / target - 1, -0.2, 0.2)), once a step. Ziegler et al. (arXiv:1909.08593), section 2.2."""
     return coef * (1 + rate * min(max(kl / target - 1, -0.2), 0.2))

@@ -13,7 +13,7 @@ from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.correction import corrected
 from ratchet.algorithms.filters import drop_equal_rewards, drop_truncated
-from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_reward, kl_penalty
+from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_penalty
 from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
 from ratchet.algorithms.teachers import teacher_roles
 from ratchet.algorithms.weightings import WEIGHTINGS, fixed_length, positive_mean, token_mean
@@ -108,8 +108,8 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     """Shaping, the KL in the reward, the estimator; then filters, and what is done to advantages."""
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
     steps += [construct(part) for part in config.shaping]
-    if config.kl.coef > 0 and config.kl.place == "reward":
-        steps.append(partial(kl_in_reward, coef=config.kl.coef))
+    if config.kl.coef > 0:
+        steps.append(partial({"reward": kl_in_reward, "loss": kl_in_loss}[config.kl.place], coef=config.kl.coef))
     steps.append(construct(config.advantage))
     if config.equal_rewards == "drop":
         steps.append(drop_equal_rewards)

@@ -111,6 +111,19 @@ def test_whitening_of_nothing():
     assert whiten(given_advantages(failed, []), AlgoState()).need("advantages").tolist() == []
 
 
+@pytest.mark.parametrize(("rewards", "share"), [((1.0, 0.0), 0.0), ((1.0, 1.0), 1.0), ((0.1, 0.1, None), 1.0), ((None,), 1.0)])
+def test_a_pipeline_measures_how_many_tokens_it_gives_nothing_to_learn(rewards: tuple[float | None, ...], share: float):
+    batch = pipeline(filled(attempts(*rewards)), AlgoState(), transforms=[partial(group_relative, scale="none")])
+    assert batch.metrics == {"advantage/zero_share": share}
+
+
+def test_a_pipeline_without_a_token_to_train_teaches_nothing():
+    rows = [replace(row, ending="truncated") for row in attempts(1.0, 0.0)]
+    batch = pipeline(filled(rows), AlgoState(), transforms=[group_relative, drop_truncated])
+    assert not batch.trainable_T.any()
+    assert batch.metrics["advantage/zero_share"] == 1
+
+
 def test_a_pipeline_is_one_after_the_other():
     rows = attempts(3.0, 0.0)
     rows[1] = replace(rows[1], ending="truncated")

@@ -22,6 +22,7 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.kl import adapt_kl, kl_in_reward
 from ratchet.algorithms.losses.policy import reinforce
 from ratchet.batch import Batch
+from ratchet.config.kinds import construct, resolve
 from ratchet.data.packing import pack
 
 V = 3
@@ -138,6 +139,14 @@ def test_its_metrics_are_the_mean_gap_of_a_trainable_token_and_the_coefficient()
     row = Row("g", 0, [1, 2, 1, 2], [False, True, False, True], reward=0.0)
     row = replace(row, old_logprobs=[-9.0, -1.0, -9.0, -2.0], ref_logprobs=[0.0, -3.0, 0.0, -1.0])
     assert kl_in_reward(with_columns([row]), AlgoState(), coef=0.1).metrics == {"kl/kl": 0.5, "kl/coef": 0.1}
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_coefficient_in_use_is_measured_in_the_same_words_wherever_it_acts(place: str):
+    row = Row("g", 0, [1, 2], [False, True], reward=1.0, old_logprobs=[0, -1], ref_logprobs=[0, -2])
+    algorithm = construct(resolve("algorithm", {"kind": "grpo", "kl": {"coef": 0.1, "place": place, "target": 1.0}}))
+    assert algorithm.advantage(with_columns([row]), AlgoState()).metrics["kl/coef"] == 0.1
+    assert algorithm.advantage(with_columns([row]), AlgoState(numbers={"coef/kl": 0.25})).metrics["kl/coef"] == 0.25
 
 
 def test_an_adapted_coefficient_replaces_the_configured_one():

@@ -81,6 +81,24 @@ def test_gae_of_two_steps_by_hand():
     assert batch.need("returns").tolist()[1:] == [2, 10]
 
 
+def test_the_share_of_the_returns_spread_that_the_critic_explains():
+    # Returns 2 and 10 (variance 16), values 1 and 2: left are 1 and 8 (variance 49/4).
+    row = agent((2, None, ""), reward=10.0, values=[7, 1, 2])
+    batch = gae(filled([row], "values", "bootstrap_values"), AlgoState(), gamma=0.5, lam=0.25)
+    assert batch.metrics["value/explained_variance"] == pytest.approx(1 - 49 / 64)
+    unjudged = replace(row, attempt=1, ending="unjudged", reward=None, values=[0, 1000, 0])
+    same = gae(filled([row, unjudged], "values", "bootstrap_values"), AlgoState(), gamma=0.5, lam=0.25)
+    assert same.metrics == batch.metrics
+
+
+def test_where_returns_are_all_equal_there_is_no_spread_to_explain():
+    row = agent((3, None, ""), reward=0.1, values=[0, 1, 2, 3])
+    for rows in ([row], [replace(row, ending="unjudged", reward=None)]):
+        batch = gae(filled(rows, "values", "bootstrap_values"), AlgoState(), value_lam=1.0)
+        assert batch.need("returns")[1:].tolist() in ([0.1] * 3, [1, 2, 3])
+        assert "value/explained_variance" not in batch.metrics
+
+
 def test_observations_between_steps_are_no_steps():
     together = agent((2, None, ""), reward=10.0, values=[0, 1, 2])
     apart = agent((1, None, ""), (1, None, ""), reward=10.0, values=[0, 1, 99, 2])

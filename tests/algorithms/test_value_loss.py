@@ -72,6 +72,7 @@ def test_the_clip_stops_only_what_moves_towards_the_return(value: float, target:
     values_T = leaf([[0, value]])
     x_T, metrics = value_loss(replace(outputs(batch, values_T, [row]), values=values_T), batch, clip=0.5)
     assert (x_T[1].item(), gradient(x_T[1], values_T)[1].item()) == pytest.approx((x, slope))
+    assert metrics["clipped"].tolist() == [0, float(slope == 0)]
     assert all(metric.shape == x_T.shape and not metric.requires_grad for metric in metrics.values())
 
 

@@ -38,7 +38,8 @@ def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
 
 
 def pipeline(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
-    """One after the other."""
+    """One after the other. Measures "advantage/zero_share", of the trainable tokens: where it is 1 the batch teaches nothing."""
     for transform in transforms:
         batch = transform(batch, state)
-    return batch
+    advantages_N = batch.need("advantages")[batch.trainable_T]
+    return batch.note(**{"advantage/zero_share": 1 - int((advantages_N != 0).sum()) / max(1, len(advantages_N))})

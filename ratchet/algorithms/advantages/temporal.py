@@ -51,6 +51,9 @@ def gae(
     ended, or everywhere with `bootstrap=False`: where a limit is part of the task, an answer cut off by it is over. A row that
     was not scored gets advantage 0 and its own values as returns.
 
+    Measures the critic as it is before its update, as "value/explained_variance": 1 - Var(returns - values) / Var(returns) over
+    the steps of scored rows. 1 is a perfect critic, 0 one no better than a constant. Not there where all returns are equal.
+
     VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the policy's, and `length_alpha` = a
     sets the policy's to 1 - 1 / (a l) for a row of l steps (at least 0).
     """
@@ -66,7 +69,17 @@ def gae(
     value_lam_S = torch.full_like(lam_S, lam if value_lam is None else value_lam)
     values_T = batch.need("values").double()
     returns_T = values_T + torch.where(counted_T, steps.unpad(discounted_sums(deltas_SL, gamma * value_lam_S)), 0.0)
+    batch = batch.note(**_explained_variance(batch, values_T, returns_T))
     return batch.fill_tokens(advantages=torch.where(counted_T, advantages_T, 0.0), returns=returns_T)
+
+
+def _explained_variance(batch: Batch, values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
+    counted_T = batch.trainable_T & batch.scored_S[batch.sequence_T]
+    values_N, returns_N = values_T[counted_T], returns_T[counted_T]
+    if len(returns_N) == 0 or bool((returns_N == returns_N[0]).all()):
+        return {}
+    unexplained = (returns_N - values_N).var(correction=0) / returns_N.var(correction=0)
+    return {"value/explained_variance": 1 - float(unexplained)}
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,17 @@ def entropy_bonus(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 
 def value_loss(out: Outputs, batch: Batch, *, clip: float | None = None) -> tuple[Tensor, Metrics]:
     """(V - returns)^2 / 2; with `clip` = c the larger of that and the same for V kept within c of the values before the update:
-    PPO's critic (https://arxiv.org/abs/2005.12729, section 3, "value function clipping"). Token level."""
+    PPO's critic (https://arxiv.org/abs/2005.12729, section 3, "value function clipping"). Metric `clipped`: the
+    share of tokens whose value the clip stops. Token level."""
     values_T, returns_T = out.need("values"), batch.need("returns")
     errors_T = (values_T - returns_T).square()
+    metrics = {"value": values_T.detach(), "return": returns_T}
     if clip is not None:
         old_T = batch.need("values")
         near_T = torch.minimum(torch.maximum(values_T, old_T - clip), old_T + clip)
-        errors_T = torch.maximum(errors_T, (near_T - returns_T).square())
-    # Explained variance is 1 - error / (squared returns - returned mean squared): its ingredients, as means.
-    metrics = {"value": values_T.detach(), "return": returns_T, "return_square": returns_T.square()}
+        near_errors_T = (near_T - returns_T).square()
+        metrics["clipped"] = (near_errors_T > errors_T).to(errors_T.dtype)
+        errors_T = torch.maximum(errors_T, near_errors_T)
     return errors_T / 2, metrics
 
 
