@@ -144,7 +144,7 @@ def test_its_metrics_are_the_mean_gap_of_a_trainable_token_and_the_coefficient()
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_the_coefficient_in_use_is_measured_in_the_same_words_wherever_it_acts(place: str):
     row = Row("g", 0, [1, 2], [False, True], reward=1.0, old_logprobs=[0, -1], ref_logprobs=[0, -2])
-    algorithm = construct(resolve("algorithm", {"kind": "grpo", "kl": {"coef": 0.1, "place": place, "target": 1.0}}))
+    algorithm = construct(resolve("algorithm", {"kind": "rloo", "kl": {"coef": 0.1, "place": place, "target": 1.0}}))
     assert algorithm.advantage(with_columns([row]), AlgoState()).metrics["kl/coef"] == 0.1
     assert algorithm.advantage(with_columns([row]), AlgoState(numbers={"coef/kl": 0.25})).metrics["kl/coef"] == 0.25
 
