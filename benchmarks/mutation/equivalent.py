@@ -43,12 +43,6 @@ EQUIVALENT: Table = {
         "keys_T = -torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1)",
     ): SAME_KEYS,
     (
-        TEMPORAL,
-        "_Turns.of",
-        "next_row, next_turn = keys[u + 1] if u + 1 < len(keys) else (-1, 0) -> "
-        "next_row, next_turn = keys[u + 1] if u + 1 < len(keys) else (-1, 1)",
-    ): "no row is -1, and the turn is read where the rows are the same",
-    (
         POLICY,
         "_sequence_metrics",
         "torch.no_grad() -> torch.enable_grad()",
@@ -56,20 +50,8 @@ EQUIVALENT: Table = {
     (
         REWARD_MODEL,
         "process_reward",
-        "labelled_T & ((batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1)) -> "
-        "(batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1)",
-    ): "no comparison with NaN is true",
-    (
-        REWARD_MODEL,
-        "process_reward",
         "labels_T = batch.turn_rewards_T.nan_to_num(0.0) -> labels_T = batch.turn_rewards_T.nan_to_num(1.0)",
     ): "what comes of a NaN is masked twice below",
-    (
-        REWARD_MODEL,
-        "process_reward",
-        "hit_T = ((scores_T.detach() > 0) == (labels_T > 0.5)).to(x_T.dtype) -> "
-        "hit_T = ((scores_T > 0) == (labels_T > 0.5)).to(x_T.dtype)",
-    ): "a comparison has no gradient",
     (
         GROUP,
         "reinforce_pp",
@@ -78,31 +60,23 @@ EQUIVALENT: Table = {
     ): NO_SCALE,
     (
         TEMPORAL,
-        "step_rewards",
-        "batch.rewards_S.nan_to_num(0.0) - batch.sequence_sum(turn_T) -> batch.rewards_S - batch.sequence_sum(turn_T)",
-    ): "a reward is NaN only where the row is not scored, and the `where` around it takes 0 there",
-    (
-        TEMPORAL,
-        "gae",
-        "batch.trainable_T & (batch.train_S & batch.scored_S)[batch.sequence_T] -> "
-        "(batch.train_S & batch.scored_S)[batch.sequence_T]",
-    ): "what it chooses from comes from `unpad`, which is 0 on tokens that don't train",
-    (TEMPORAL, "_Turns.of", "following = 0.0 -> following = 1.0"): "never read: the last turn has no turn after it",
-    (
-        TEMPORAL,
         "turn_returns",
         "advantages_U = normalised_by(groups, advantages_U, scale='none', epsilon=0.0) -> "
         "advantages_U = normalised_by(groups, advantages_U, scale='none', epsilon=1.0)",
     ): NO_SCALE,
     (
         TEMPORAL,
-        "gigpo",
-        "(turns.state_U[keyed_U], int(batch.state_T.max()) + 1 if batch.n_tokens else 0) -> "
-        "(turns.state_U[keyed_U], int(batch.state_T.max()) + 2 if batch.n_tokens else 0)",
-    ): "one index more, which does not occur",
-    (
-        TEMPORAL,
         "step_rewards",
         "torch.full((batch.n_sequences,), -1).scatter_reduce -> torch.full((batch.n_sequences,), -2).scatter_reduce",
     ): "any number below 0 says that a row has no step",
+    (
+        TEMPORAL,
+        "step_rewards",
+        "has_S = last_S >= 0 -> has_S = last_S >= 1",
+    ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing predicts it",
+    (
+        GROUP,
+        "gdpo",
+        "part_A = torch.full_like(total_A, torch.nan) -> part_A = -torch.full_like(total_A, torch.nan)",
+    ): "NaN negated is NaN",
 }

@@ -13,7 +13,7 @@ from oracles.ragged import Row, Span
 
 from ratchet.algorithms.advantages.common import std_by
 from ratchet.algorithms.advantages.compose import mixture
-from ratchet.algorithms.advantages.group import group_relative, remax
+from ratchet.algorithms.advantages.group import group_relative, remax, require_parts
 from ratchet.algorithms.advantages.temporal import step_rewards, turn_returns
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.losses.base import row_mean, row_sum
@@ -23,6 +23,7 @@ from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward
 from ratchet.algorithms.weightings import fixed_length, token_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
+from ratchet.errors import ConfigError, DataError
 from ratchet.interfaces import Outputs
 
 
@@ -147,6 +148,18 @@ def test_a_row_that_nobody_scored_has_no_step_rewards_whatever_its_turns_earned(
     assert step_rewards(batch).tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, 0.5]
 
 
+def test_what_a_turn_earned_whose_end_does_not_train_is_paid_at_the_rows_last_step():
+    turns = [Span(1, 3, 1.0), Span(3, 5)]
+    row = Row("g", 0, [0] * 5, [False, True, False, True, True], "scored", 3.0, turns=turns)
+    assert step_rewards(pack(groups([row]))).tolist() == [0.0, 0.0, 0.0, 0.0, 3.0]
+
+
+def test_a_step_that_lies_in_no_turn_has_no_return():
+    row = Row("g", 0, [0] * 4, [False, True, True, True], "scored", 3.0, turns=[Span(2, 4, 1.0)])
+    batch = turn_returns(pack(groups([row])), AlgoState(), gamma=0.5)
+    assert batch.need("advantages").tolist() == [0.0, 0.0, 3.0, 3.0]
+
+
 def test_without_any_weight_on_what_follows_a_turn_has_its_own_reward():
     turns = [Span(1, 2, 0.5), Span(2, 3, 0.25)]
     rows = [Row("g", attempt, [0] * 3, [False, True, True], "scored", 1.0, turns=turns) for attempt in (0, 1)]
@@ -160,6 +173,26 @@ def test_a_row_without_a_reward_that_does_not_train_has_the_reward_0():
         Row("b", 0, [0, 0], [False, True], "unjudged", None, "reference"),
     ]
     assert rewards_of(pack(groups(rows))).tolist() == [2.0, 0.0]
+
+
+def test_the_first_row_that_trains_and_that_nobody_scored_is_named():
+    rows = [
+        Row("a", 0, [0, 0], [False, True], "unjudged", None, "reference"),
+        Row("b", 0, [0, 0], [False, True], "scored", 2.0),
+        Row("c", 0, [0, 0], [False, True], "unjudged"),
+        Row("d", 0, [0, 0], [False, True], "unjudged"),
+    ]
+    with pytest.raises(DataError, match="group c has a row without a reward"):
+        rewards_of(pack(groups(rows)))
+
+
+def test_weights_of_parts_that_no_reward_has_are_refused_with_the_parts_that_there_are():
+    with pytest.raises(ConfigError, match="weights name form, style, but the rewards have the parts length, right: name"):
+        require_parts(["length", "right"], {"style": 1.0, "right": 1.0, "form": 2.0})
+    with pytest.raises(ConfigError, match="weights name right, but the rewards have no named parts: name"):
+        require_parts([], {"right": 1.0})
+    with pytest.raises(ConfigError, match="parts are needed, but the rewards have no named parts: name"):
+        require_parts([], None)
 
 
 def test_what_one_part_of_a_mixture_takes_out_has_no_advantage_of_another():

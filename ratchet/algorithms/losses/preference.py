@@ -138,5 +138,5 @@ def kto(out: Outputs, batch: Batch, *, beta: float, desirable: float = 1.0, unde
     v_S = beta * (ratio_S - batch.need("kto_z0"))
     good_S = rewards_of(batch) > 0
     x_S = torch.where(good_S, desirable * torch.sigmoid(-v_S), undesirable * torch.sigmoid(v_S))
-    hit_S = (ratio_S.detach() > 0) == good_S
+    hit_S = (ratio_S > 0) == good_S
     return x_S, {"logratio": ratio_S.detach(), "accuracy": hit_S.to(x_S.dtype)}

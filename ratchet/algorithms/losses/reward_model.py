@@ -35,12 +35,12 @@ def process_reward(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     0 at other tokens. Let's verify step by step (arXiv:2305.20050), section 2.6. Token level. Raises DataError for a label
     outside: the score would run away without end."""
     labelled_T = ~batch.turn_rewards_T.isnan()
-    outside_T = labelled_T & ((batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1))
+    outside_T = (batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1)
     if bool(outside_T.any()):
         group = batch.group_ids[int(batch.group_S[batch.sequence_T[outside_T][0]])]
         raise DataError(f"group {group}: a step has the label {batch.turn_rewards_T[outside_T][0]:g}: it must lie in [0, 1]")
     labels_T = batch.turn_rewards_T.nan_to_num(0.0)
     scores_T = out.need("token_scores")
     x_T = F.binary_cross_entropy_with_logits(scores_T, labels_T.to(scores_T.dtype), reduction="none")
-    hit_T = ((scores_T.detach() > 0) == (labels_T > 0.5)).to(x_T.dtype)
+    hit_T = ((scores_T > 0) == (labels_T > 0.5)).to(x_T.dtype)
     return torch.where(labelled_T, x_T, 0.0), {"accuracy": torch.where(labelled_T, hit_T, 0.0)}
