@@ -1,7 +1,8 @@
 """Estimators that look along a row: its steps are its trainable tokens in order; what an environment wrote between them is
 skipped.
 
-T = tokens, S = sequences, N = steps (trainable tokens), L = most steps of a row, U = policy turns with at least one step.
+T = tokens, S = sequences, N = steps (trainable tokens), L = most steps of a row, U = policy turns with at least one step,
+K = those of them with a state key.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def step_rewards(batch: Batch) -> Tensor:
     step whatever is left of the row's reward, so that they sum to it. A row without a reward has none."""
     mask_T, sequence_T = batch.trainable_T, batch.sequence_T
     turn_T = torch.where(mask_T, batch.turn_rewards_T.nan_to_num(0.0), 0.0)
-    rest_S = torch.where(batch.scored_S, batch.rewards_S.nan_to_num(0.0) - batch.sequence_sum(turn_T), 0.0)
+    rest_S = torch.where(batch.scored_S, batch.rewards_S - batch.sequence_sum(turn_T), 0.0)
     step_T = mask_T.nonzero()[:, 0]
     last_S = torch.full((batch.n_sequences,), -1).scatter_reduce(0, sequence_T[step_T], step_T, "amax")
     has_S = last_S >= 0
@@ -64,13 +65,13 @@ def gae(
     lam_S = torch.full((batch.n_sequences,), lam, dtype=torch.float64)
     if length_alpha is not None:
         lam_S = (1 - 1 / (length_alpha * steps.count_S.double().clamp(min=1))).clamp(min=0)
-    counted_T = batch.trainable_T & (batch.train_S & batch.scored_S)[batch.sequence_T]
+    scored_T = batch.scored_S[batch.sequence_T]
     advantages_T = steps.unpad(discounted_sums(deltas_SL, gamma * lam_S))
     value_lam_S = torch.full_like(lam_S, lam if value_lam is None else value_lam)
     values_T = batch.need("values").double()
-    returns_T = values_T + torch.where(counted_T, steps.unpad(discounted_sums(deltas_SL, gamma * value_lam_S)), 0.0)
+    returns_T = values_T + torch.where(scored_T, steps.unpad(discounted_sums(deltas_SL, gamma * value_lam_S)), 0.0)
     batch = batch.note(**_explained_variance(batch, values_T, returns_T))
-    return batch.fill_tokens(advantages=torch.where(counted_T, advantages_T, 0.0), returns=returns_T)
+    return batch.fill_tokens(advantages=torch.where(scored_T, advantages_T, 0.0), returns=returns_T)
 
 
 def _explained_variance(batch: Batch, values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
@@ -97,22 +98,18 @@ class _Turns:
 
     @classmethod
     def of(cls, batch: Batch, *, gamma: float) -> _Turns:
-        counted_S = batch.train_S & batch.scored_S
-        inside_T = batch.trainable_T & (batch.turn_T >= 0) & counted_S[batch.sequence_T]
+        inside_T = batch.trainable_T & (batch.turn_T >= 0) & batch.scored_S[batch.sequence_T]
         step_N = inside_T.nonzero()[:, 0]
         keys_N = torch.stack([batch.sequence_T[step_N], batch.turn_T[step_N].long()], dim=1)
         keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)  # sorted: by row, then by turn
         rewards_U = sum_by(turn_N, step_rewards(batch)[step_N], len(keys_U))
-        state_U = torch.full((len(keys_U),), -1).scatter(0, turn_N, batch.state_T[step_N])
-        returns_U = torch.zeros_like(rewards_U)
-        keys = keys_U.tolist()
-        following = 0.0
-        for u in range(len(keys) - 1, -1, -1):
-            row, turn = keys[u]
-            next_row, next_turn = keys[u + 1] if u + 1 < len(keys) else (-1, 0)
-            # One discount a turn, those without a step too.
-            following = float(rewards_U[u]) + (gamma ** (next_turn - turn) * following if next_row == row else 0.0)
-            returns_U[u] = following
+        state_U = torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, batch.state_T[step_N])
+        keys, returns = keys_U.tolist(), rewards_U.tolist()
+        for u in range(len(keys) - 2, -1, -1):
+            (row, turn), (next_row, next_turn) = keys[u], keys[u + 1]
+            if next_row == row:  # one discount a turn, those without a step too
+                returns[u] += gamma ** (next_turn - turn) * returns[u + 1]
+        returns_U = torch.tensor(returns, dtype=torch.float64)
         return cls(step_N, turn_N, keys_U[:, 0], state_U, returns_U)
 
     def spread(self, batch: Batch, x_U: Tensor) -> Batch:
@@ -150,8 +147,8 @@ def gigpo(
     turns = _Turns.of(batch, gamma=gamma)
     step_U = torch.zeros_like(turns.returns_U)
     keyed_U = turns.state_U >= 0
-    states = (turns.state_U[keyed_U], int(batch.state_T.max()) + 1 if batch.n_tokens else 0)
-    step_U[keyed_U] = normalised_by(states, turns.returns_U[keyed_U], scale=scale, epsilon=epsilon)
+    states, state_K = torch.unique(turns.state_U[keyed_U], return_inverse=True)
+    step_U[keyed_U] = normalised_by((state_K, len(states)), turns.returns_U[keyed_U], scale=scale, epsilon=epsilon)
     advantages_T = turns.spread(batch, step_weight * step_U).need("advantages")
     episode_T = torch.where(batch.trainable_T, episode_S[batch.sequence_T], 0.0)
     return batch.fill_tokens(advantages=advantages_T + episode_T)
