@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from ratchet.algorithms.base import Algorithm, Pass, Term
+from ratchet.algorithms.base import Algorithm, Term
 from ratchet.algorithms.config.distillation import DistillationConfig
 from ratchet.algorithms.losses.distillation import divergence
-from ratchet.algorithms.teachers import teacher_roles
+from ratchet.algorithms.teachers import asked_of
 from ratchet.algorithms.weightings import token_mean
 
 DISTILLED = {
@@ -20,17 +20,15 @@ DISTILLED = {
 def build(config: DistillationConfig) -> Algorithm:
     mix = 0.5 if config.mix is None else config.mix
     loss = partial(divergence, objective=config.objective, mix=mix)
-    roles = teacher_roles(config.teacher)
-    passes = [
-        Pass(role, wanted, column, tag=role.partition("/")[2] or None, top_k=config.top_k or 0)
-        for role in roles
-        for wanted, column in (("topk_ids", "teacher_ids"), ("topk_logprobs", "teacher_topk_logprobs"))
-    ]
+    columns = {"topk_logprobs": "teacher_topk_logprobs"}
+    if config.top_k is not None:  # of the whole vocabulary nobody need say which tokens
+        columns["topk_ids"] = "teacher_ids"
+    roles, passes = asked_of(config.teacher, columns, top_k=config.top_k or 0)
     return Algorithm(
         name=config.called,
         source=config.source,
         losses={"policy": (Term("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"})),)},
-        passes=tuple(passes),
+        passes=passes,
         roles=roles,
         minibatches=config.minibatches,
         epochs=config.epochs,

@@ -21,7 +21,7 @@ async def fill(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> B
     for (role, tag, top_k), items in itertools.groupby(algo.passes, key=lambda item: (item.role, item.tag, item.top_k)):
         passes = list(items)
         rows = None if tag is None else _tagged(batch, tag)
-        if rows == []:
+        if rows == [] and batch.n_sequences:  # an empty batch, after a step whose every attempt failed, has its columns too
             continue
         part = batch if rows is None else batch.take(rows)
         columns = await roles[role].score(part, [item.wanted for item in passes], top_k=top_k)

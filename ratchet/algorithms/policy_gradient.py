@@ -15,7 +15,7 @@ from ratchet.algorithms.correction import corrected
 from ratchet.algorithms.filters import drop_equal_rewards, drop_truncated
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_penalty
 from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
-from ratchet.algorithms.teachers import teacher_roles
+from ratchet.algorithms.teachers import asked_of
 from ratchet.algorithms.weightings import WEIGHTINGS, fixed_length, positive_mean, token_mean
 from ratchet.batch import Batch
 from ratchet.config.base import Section
@@ -31,12 +31,11 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         roles["reference"] = Role()
         passes.append(Pass("reference", "logprobs", "ref_logprobs"))
     if config.teacher is not None:
-        teachers = teacher_roles(config.teacher, aligned=config.teacher_tokens == "aligned")
+        aligned = config.teacher_tokens == "aligned"
+        wanted = {"logprobs": "teacher_logprobs"} | ({"spans": "teacher_spans"} if aligned else {})
+        teachers, asked = asked_of(config.teacher, wanted, aligned=aligned)
         roles |= teachers
-        wanted = {"logprobs": "teacher_logprobs"} | ({"spans": "teacher_spans"} if config.teacher_tokens == "aligned" else {})
-        for role in teachers:
-            tag = role.partition("/")[2] or None
-            passes += [Pass(role, name, column, tag=tag) for name, column in wanted.items()]
+        passes += asked
     if config.critic is not None:
         roles["critic"] = Role(lr=config.critic.lr)
         warmup["policy"] = config.critic.warmup_steps

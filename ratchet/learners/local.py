@@ -163,7 +163,8 @@ class LocalLearner:
         return plan_microbatches(batch, max_tokens=int(limit), unit=self.unit)
 
     def _outputs(self, micro: Batch, needs: Collection[str], *, measured: Collection[str] = ()) -> Outputs:
-        wanted = Wanted.among(needs, given_ids=True, measured=measured)
+        given = micro.has("teacher_ids")
+        wanted = Wanted.among(needs, given_ids=given, shared=self.shared_vocab, measured=measured)
         columns = self._columns(micro, micro.trainable_T, needs, wanted)
         if "old_logprobs" in needs:
             own = micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Pass, Role
 from ratchet.algorithms.passes import fill
+from ratchet.algorithms.teachers import asked_of
 from ratchet.batch import Batch
 from ratchet.config.kinds import construct, resolve
+from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
+from ratchet.learners.config import LocalConfig
+from ratchet.learners.local import LocalLearner
+from ratchet.models.config import DecoderConfig
+from ratchet.models.decoder import Decoder
+from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.builders import make_group, make_trajectory
 
 
@@ -84,6 +91,55 @@ def test_columns_of_likeliest_tokens_keep_their_width():
     found = filled(passes, batch(["a", "b"]), a=Counter(0.0), b=teacher)
     assert found.need("t").tolist() == [[0, 0]] * 2 + [[3, 3]] * 3
     assert teacher.calls[0][1] == 1
+
+
+@pytest.mark.parametrize("kind", ["distill_off_policy", "on_policy_distillation"])
+@pytest.mark.parametrize("teacher", ["x", {"a": "x", "b": "y"}])
+def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(kind: str, teacher: Any):
+    """Nothing is left of it to ask a teacher about, by tag or not."""
+    algo = construct(resolve("algorithm", {"kind": kind, "teacher": teacher}))
+    config = DecoderConfig(11, 8, 1, 2, 1, 4, 12)
+    policy = LocalLearner(LocalConfig(), DecoderPolicy(Decoder(config).init_weights(0)), optimizer=OptimizerConfig())
+    roles = {"policy": policy} | dict.fromkeys(algo.roles, policy)
+    made = algo.advantage(asyncio.run(fill(pack([]), algo, roles)), AlgoState())
+    widths = {column.shape for name, column in made.token_columns.items() if name == "teacher_topk_logprobs"}
+    assert widths <= {(0, 11)}
+    assert {"teacher_topk_logprobs", "teacher_logprobs"} & set(made.token_columns)
+    for term in algo.losses["policy"]:
+        weighed = algo.weigh(made, AlgoState())
+        loss, _ = term(policy._outputs(weighed, term.needs), weighed)
+        assert loss.item() == 0
+    assert asyncio.run(policy.update(weighed, algo.losses["policy"]))["skipped_empty"] == 1
+
+
+def test_a_model_that_several_tags_name_is_one_role():
+    roles, passes = asked_of({"maths": "x", "code": "y", "logic": "x"}, {"logprobs": "t"})
+    assert {name: role.path for name, role in roles.items()} == {"teacher/maths": "x", "teacher/code": "y"}
+    assert [(item.role, item.tag) for item in passes] == [
+        ("teacher/maths", "maths"),
+        ("teacher/code", "code"),
+        ("teacher/maths", "logic"),
+    ]
+
+
+def test_tags_are_taken_as_they_stand():
+    """One with a slash, and the tag of tasks without one, in whatever order."""
+    roles, passes = asked_of({"maths/easy": "x", "": "y"}, {"logprobs": "t"})
+    assert set(roles) == {"teacher/maths/easy", "teacher"}
+    assert [item.tag for item in passes] == ["maths/easy", ""]
+    made = {"teacher/maths/easy": Counter(1.0), "teacher": Counter(2.0)}
+    algo = Algorithm("x", {}, "rows", passes=passes, roles=roles)
+    found = asyncio.run(fill(batch(["", "maths/easy"]), algo, made))  # pyright: ignore[reportArgumentType]
+    assert found.need("t").tolist() == [2, 2, 1, 1, 1]
+
+
+def test_one_teacher_is_for_every_task():
+    roles, passes = asked_of("x", {"topk_ids": "i", "topk_logprobs": "t"}, aligned=True, top_k=3)
+    assert roles == {"teacher": Role(path="x", aligned=True)}
+    assert [(item.wanted, item.produces, item.tag, item.top_k) for item in passes] == [
+        ("topk_ids", "i", None, 3),
+        ("topk_logprobs", "t", None, 3),
+    ]
 
 
 # --- between steps

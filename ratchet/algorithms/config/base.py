@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -11,7 +11,7 @@ from ratchet.config.base import Section
 
 Source = Literal["rows", "pairs", "labelled", "steps", "rollouts"]
 Chosen = SerializeAsAny[Section]
-Teacher = str | dict[str, str]  # directory of a model; or one by task tag
+Teacher = str | Annotated[dict[str, str], Field(min_length=1)]  # directory of a model; or one by task tag
 
 
 class AlgorithmConfig(Section):

@@ -26,7 +26,9 @@ class DistillationConfig(AlgorithmConfig):
         default=None, gt=0, lt=1, description="Share of the teacher in js and skewed ones, of forward in mixed; null: 0.5."
     )
     top_k: int | None = Field(
-        default=None, ge=1, description="Teacher's likeliest tokens compared; null: the whole vocabulary."
+        default=64,
+        ge=1,
+        description="Teacher's likeliest tokens compared, and any other; null: the whole vocabulary, if small.",
     )
 
     @property
