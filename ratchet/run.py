@@ -37,7 +37,7 @@ class Progress:
     seconds: float = 0.0  # training alone: evaluation and saving are not counted
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
-    silent_steps: int = 0  # whose every group had equal rewards: nothing to learn from
+    silent_steps: int = 0  # whose every advantage was 0: nothing to learn from
     accuracy_before: float | None = None
     accuracy: float | None = None  # the latest
 
@@ -101,7 +101,7 @@ class Run:
         self.progress.seconds += seconds
         self.progress.trained_tokens += numbers["trained_tokens"]
         self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
-        self.progress.silent_steps += numbers.get("no_signal_share") == 1.0
+        self.progress.silent_steps += self.measured.get("batch/advantage/zero_share") == 1.0
         self.metrics.add("rollout", numbers)
         made = numbers.get("generated_tokens", numbers["trained_tokens"])
         self.metrics.add("time", {"step_s": seconds, "tokens_per_s": made / seconds})

@@ -1,4 +1,4 @@
-"""Numbers that describe the groups of a step, one definition each."""
+"""Numbers that describe the groups of a step, one definition each. docs/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,55 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from ratchet.types import Failed, Group, Owner, Truncated
+from ratchet.types import Failed, Group, Scored, Trajectory, Truncated
 
 
 def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and their parts (over scored attempts), lengths (policy tokens an attempt), shares of attempts truncated and
-    failed (by kind), share of groups whose rewards are all equal (they carry no group-relative signal), and token counts."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    numbers: dict[str, float] = {
-        "tokens": float(sum(len(t) for t in trajectories)),
-        "trained_tokens": float(sum(int(t.trainable.sum()) for t in trajectories if t.counts and t.use == "train")),
+    """Token counts, of all rows; of attempts, which somebody sampled, also what they earned. Of these only the rows that train
+    count: a greedy baseline has numbers of its own. Given text has neither lengths nor rewards that say how a run goes."""
+    rows = [t for group in groups for t in group.trajectories]
+    numbers = {
+        "tokens": float(sum(len(t) for t in rows)),
+        "trained_tokens": float(sum(int(t.trainable.sum()) for t in rows if t.counts and t.use == "train")),
     }
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    if any(t.outcome is not None for t in trajectories):
-        lengths = [int((t.owner == Owner.POLICY).sum()) for t in trajectories]
-        kinds = Counter(t.outcome.kind for t in trajectories if isinstance(t.outcome, Failed))
-        numbers |= {
-            "generated_tokens": float(sum(lengths)),
-            "length_mean": fmean(lengths),
-            "length_max": float(max(lengths)),
-            "truncated_share": fmean(isinstance(t.outcome, Truncated) for t in trajectories),
-            "failed_share": sum(kinds.values()) / len(trajectories),
-        }
-        numbers |= {f"failed/{kind}": float(count) for kind, count in kinds.items()}
-    if rewards:
-        numbers |= {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
-        scored = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
-        numbers["no_signal_share"] = fmean(max(row) == min(row) for row in scored if row)
-        names = dict.fromkeys(name for t in trajectories for name in t.reward_parts)
-        for name in names:
-            numbers[f"reward/{name}"] = fmean(t.reward_parts[name] for t in trajectories if name in t.reward_parts)
+    sampled = [t for group in groups if any(_is_sampled(t) for t in group.trajectories) for t in group.trajectories]
+    attempts = [t for t in sampled if t.use == "train"]
+    greedy = [t for t in sampled if t.use == "baseline"]
+    if sampled:
+        numbers["generated_tokens"] = float(sum(t.completion_length for t in sampled))
+    if attempts:
+        numbers |= _measure_attempts(attempts) | _measure_rewards([t for t in attempts if t.reward is not None])
+        scored = [[t.reward for t in group.trajectories if t.use == "train" and t.reward is not None] for group in groups]
+        if any(scored):
+            numbers["equal_rewards_share"] = fmean(max(row) == min(row) for row in scored if row)
+    if greedy:
+        numbers["greedy_unscored_share"] = fmean(t.reward is None for t in greedy)
+        if rewards := [t.reward for t in greedy if t.reward is not None]:
+            numbers["greedy_reward"] = fmean(rewards)
     return numbers
+
+
+def _is_sampled(row: Trajectory) -> bool:
+    """What a policy wrote has its weights' version; given text has none, and neither fails nor breaks off."""
+    return bool((row.versions >= 0).any()) or not isinstance(row.outcome, Scored | None)
+
+
+def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
+    lengths = [t.completion_length for t in attempts]
+    kinds = Counter(t.outcome.kind for t in attempts if isinstance(t.outcome, Failed))
+    return {
+        "length_mean": fmean(lengths),
+        "length_max": float(max(lengths)),
+        "truncated_share": fmean(isinstance(t.outcome, Truncated) for t in attempts),
+        "failed_share": sum(kinds.values()) / len(attempts),
+        **{f"failed/{kind}": float(count) for kind, count in kinds.items()},
+    }
+
+
+def _measure_rewards(scored: Sequence[Trajectory]) -> dict[str, float]:
+    """And of each named part, over the attempts that have it."""
+    values = {"": [t.reward for t in scored if t.reward is not None]} if scored else {}
+    for name in dict.fromkeys(name for t in scored for name in t.reward_parts):
+        values[f"/{name}"] = [t.reward_parts[name] for t in scored if name in t.reward_parts]
+    means = {f"reward{name}": fmean(found) for name, found in values.items()}
+    return means | {f"reward_std{name}": pstdev(found) for name, found in values.items()}

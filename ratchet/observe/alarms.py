@@ -27,7 +27,9 @@ class RewardAlarms:
         rewards = {name: value for name, value in numbers.items() if name == "reward" or name.startswith("reward/")}
         if not rewards and "failed/reward" not in numbers:
             return  # nothing was judged
-        self._identical = self._identical + 1 if numbers.get("reward_std") == 0.0 else 0
+        # Of parts too: those that differ can teach though their sums are equal.
+        spreads = [value for name, value in numbers.items() if name == "reward_std" or name.startswith("reward_std/")]
+        self._identical = self._identical + 1 if spreads and not any(value != 0.0 for value in spreads) else 0
         self._alarm(
             "identical",
             self._identical >= self.identical_steps,

@@ -173,9 +173,9 @@ class Session:
                 await saver.save(run.done)
             return run.roles["policy"]
         steps, silent = run.done - run.origin, run.progress.silent_steps
-        if silent > steps / 2 and run.algorithm.source == "rollouts" and "equal_rewards" not in run.algorithm.exempt:
+        if silent > steps / 2:
             log.warning(
-                "stage %s: in %d of %d steps all attempts at each prompt earned the same, which teaches nothing: "
+                "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), which teaches nothing: "
                 "train longer before it, raise sampling.temperature, or make tasks of mixed difficulty",
                 run.name,
                 silent,

@@ -131,7 +131,7 @@ def test_metrics_are_means_whatever_the_weighting():
     algorithm = build(GRPOConfig(group_size=2, weighting="fixed_length", fixed_length=8))
     batch = pack([make_group("g", [make_trajectory([1], [2, 3], reward=float(i), attempt=i) for i in range(2)])])
     weighed = algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState())
-    (term,) = algorithm.losses["policy"]
+    term, _ = algorithm.losses["policy"]
     live = weighed.trainable_T.double() * -1.0
 
     _, metrics = term(Outputs(weighed.sequence_sum, logprobs=live, old_logprobs=live), weighed)

@@ -1,5 +1,6 @@
 import asyncio
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from ratchet.interfaces import Step
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_source
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, FakeSource
-from ratchet.types import Failed, Message, Sampling, Scored, Truncated
+from ratchet.types import Failed, Message, Sampling, Scored, Trajectory, Truncated
 
 EOS = 99
 
@@ -162,4 +163,38 @@ def test_measures_by_hand():
     assert numbers["length_max"] == 3
     assert numbers["truncated_share"] == numbers["failed_share"] == 0.25
     assert numbers["failed/env"] == 1
-    assert numbers["no_signal_share"] == 0.5
+    assert numbers["equal_rewards_share"] == 0.5
+
+
+def test_a_greedy_baseline_has_numbers_of_its_own():
+    greedy = make_trajectory([1], [2, 3, 4, 5], reward=9.0, attempt=2, use="baseline")
+    lost = make_trajectory([1], [2], outcome=Failed("reward"), attempt=2, use="baseline")
+    attempts = [make_trajectory([1], [2], reward=0.5, attempt=i) for i in range(2)]
+    numbers = measure_groups([make_group("a", [*attempts, greedy]), make_group("b", [*attempts, lost])])
+    assert numbers["reward"] == 0.5
+    assert numbers["reward_std"] == numbers["failed_share"] == 0
+    assert numbers["length_mean"] == numbers["length_max"] == 1
+    assert numbers["equal_rewards_share"] == 1
+    assert (numbers["greedy_reward"], numbers["greedy_unscored_share"]) == (9.0, 0.5)
+    assert numbers["generated_tokens"] == 4 + 5  # they were paid for
+    assert "failed/reward" not in numbers
+
+
+@pytest.mark.parametrize("labels", [(1.0, 0.0), (None, None)])
+def test_given_text_was_not_generated(labels):
+    rows = [
+        Trajectory.supervised([1, 2, 3], [False, True, True], outcome=None if label is None else Scored(label))
+        for label in labels
+    ]
+    mismatched = replace(Trajectory.supervised([1, 2], [False, True]), attempt=1, use="reference")
+    numbers = measure_groups([make_group("a", [rows[0], mismatched]), make_group("b", [rows[1]])])
+    assert numbers == {"tokens": 8.0, "trained_tokens": 4.0}
+
+
+def test_the_spread_of_each_part_of_the_reward():
+    parts = [{"right": 1.0, "brief": 0.0}, {"right": 0.0, "brief": 1.0, "polite": 0.5}]
+    rows = [make_trajectory([1], [2], outcome=Scored(1.0, part), attempt=i) for i, part in enumerate(parts)]
+    numbers = measure_groups([make_group("a", rows)])
+    assert (numbers["reward"], numbers["reward_std"], numbers["equal_rewards_share"]) == (1.0, 0.0, 1.0)
+    assert (numbers["reward/right"], numbers["reward_std/right"]) == (0.5, 0.5)
+    assert (numbers["reward/polite"], numbers["reward_std/polite"]) == (0.5, 0.0)

@@ -37,6 +37,12 @@ def test_a_step_without_rewards_does_not_interrupt_the_count(told):
     assert len(told(RewardAlarms(2), SAME, {"tokens": 3.0}, SAME, stage="grpo/")) == 1
 
 
+def test_parts_that_differ_teach_though_their_sums_are_equal(told):
+    parts = {**SAME, "reward/a": 0.5, "reward_std/a": 0.5, "reward/b": -0.5, "reward_std/b": 0.5}
+    assert told(RewardAlarms(2), parts, parts, parts) == []
+    assert len(told(RewardAlarms(2), *[{**parts, "reward_std/a": 0.0, "reward_std/b": 0.0}] * 2)) == 1
+
+
 def test_rewards_that_are_not_finite_are_named(told):
     (message,) = told(RewardAlarms(), MIXED, {"reward": 0.5, "reward/math": None, "reward/math/nan": 1.0})
     assert message.startswith("step 2: reward/math is not finite")

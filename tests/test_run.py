@@ -1,0 +1,62 @@
+"""What a run counts around its steps."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ratchet.algorithms.base import Algorithm
+from ratchet.build import Arena, Plan, build_policy, make_run
+from ratchet.config.kinds import construct, resolve
+from ratchet.config.schema import EvaluationConfig, RunConfig
+from ratchet.experience.batcher import Batcher
+from ratchet.loop import train
+from ratchet.run import Run
+from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.testing.fakes import FakeSource
+from ratchet.types import Group, Scored
+
+SORTING = {"kind": "sorting"}
+STAGE = {"name": "a", "algorithm": {"kind": "grpo"}, "environment": SORTING, "steps": 1, "batch_size": 1}
+
+
+def run_of(algorithm: Algorithm, groups: list[Group]) -> Run:
+    """One step for each group."""
+    config = RunConfig.model_validate({
+        "threads": 1,
+        "device": "cpu",
+        "model": {"preset": "tiny", "overrides": {"hidden_size": 16, "n_layers": 1}},
+        "tokenizer": {"kind": "bytes"},
+        "stages": [STAGE],
+    })  # fmt: skip
+    arena = Arena(construct(resolve("environment", SORTING)))
+    plan = Plan("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0))
+    run = make_run(build_policy(config), arena, algorithm, plan)
+    run.batcher = Batcher(FakeSource(groups), groups_per_step=1)
+    return run
+
+
+def group(*parts: dict[str, float]) -> Group:
+    rows = [
+        make_trajectory([65], [66, 67], outcome=Scored(sum(part.values()), part), attempt=attempt)
+        for attempt, part in enumerate(parts)
+    ]
+    return make_group("g", rows)
+
+
+TRADED = group({"a": 1.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 0.0}, {"a": 0.0, "b": 0.5, "c": 0.5})
+SAME = group(*[{"a": 0.5, "b": 0.5, "c": 0.0}] * 3)
+
+
+@pytest.mark.parametrize(("kind", "silent"), [("gdpo", 1), ("grpo", 2)])
+def test_a_step_is_silent_where_no_advantage_is_left_whatever_the_sums_of_rewards(kind: str, silent: int):
+    run = run_of(construct(resolve("algorithm", {"kind": kind})), [TRADED, SAME])
+    asyncio.run(train(run))
+    assert run.progress.silent_steps == silent
+
+
+def test_a_supervised_step_is_never_silent():
+    run = run_of(construct(resolve("algorithm", {"kind": "sft"})), [make_group("g", [make_trajectory([65], [66])])])
+    asyncio.run(train(run))
+    assert run.progress.silent_steps == 0
