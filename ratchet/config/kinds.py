@@ -108,6 +108,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "similarity": "ratchet.rewards.config:SimilarityConfig",
         "length": "ratchet.rewards.config:LengthConfig",
         "ifeval": "ratchet.rewards.config:IFEvalConfig",
+        "code": "ratchet.rewards.config:CodeConfig",
         "by_tag": "ratchet.rewards.config:ByTagConfig",
     },
     "learner": {"local": "ratchet.learners.config:LocalConfig"},

@@ -16,7 +16,7 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.interfaces import Reward
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
-Verdict = float | Mapping[str, float]  # named parts sum to the reward
+Verdict = float | Mapping[str, float] | Scored  # named parts sum to the reward; those of Scored need not
 RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
 
 ROUNDING = 1e-9  # parts that sum to a bound may pass it by this
@@ -53,25 +53,29 @@ class PerTrajectory(ABC):
             verdict = self.judge(trajectory, task)
             if inspect.isawaitable(verdict):
                 verdict = await verdict
-            parts = self._parts(verdict)
+            total, parts = self._judged(verdict)
         except Exception:  # the episode boundary: a reward is anyone's code, and its bug must cost one attempt, not the run
             return Failed("reward", f"reward {self.label}, task '{task.id}':\n{traceback.format_exc()}")
         kind = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
-        return kind(sum(parts.values()), parts)
+        return kind(total, parts)
 
-    def _parts(self, verdict: Any) -> dict[str, float]:
-        named = verdict if isinstance(verdict, Mapping) else {self.name: verdict}
-        numbers = all(isinstance(value, Real) and math.isfinite(value) for value in named.values())
-        if not named or not numbers or not math.isfinite(sum(named.values())):
+    def _judged(self, verdict: Any) -> tuple[float, dict[str, float]]:
+        if isinstance(verdict, Scored):
+            total, named = verdict.reward, verdict.parts
+        else:
+            total, named = None, verdict if isinstance(verdict, Mapping) else {self.name: verdict}
+        values = [*named.values(), *([] if total is None else [total])]
+        numbers = all(isinstance(value, Real) and math.isfinite(value) for value in values)
+        if not values or not numbers or not math.isfinite(sum(values)):
             raise DataError(
                 f"reward {self.label} returned {repr(verdict)[:200]}: it must return a finite float, "
                 "or a dict of named parts that are finite floats"
             )
-        total = sum(named.values())
+        total = sum(values) if total is None else total
         if self.bounds is not None and not self.bounds[0] - ROUNDING <= total <= self.bounds[1] + ROUNDING:
             low, high = self.bounds
             raise DataError(f"reward {self.label} returned {total}, outside its declared bounds {low} to {high}")
-        return {str(name): float(value) for name, value in named.items()}
+        return float(total), {str(name): float(value) for name, value in named.items()}
 
 
 class FunctionReward(PerTrajectory):

@@ -146,6 +146,37 @@ class IFEvalConfig(Section):
     loose: bool = Field(False, description="Also without asterisks, the first line or the last line, as in the paper.")
 
 
+class CodeConfig(Section):
+    """1 where the answer's program passes the task's tests, in a sandbox."""
+
+    builds: ClassVar[str] = "ratchet.rewards.code:Code"
+
+    credit: Literal["all", "share"] = Field("all", description="1 where all tests pass, else 0; or the share that passes.")
+    compare: Literal["tokens", "lines"] = Field(
+        "tokens", description="Of an output: what white space separates; or lines, but for spaces at their ends."
+    )
+    tolerance: float | None = Field(
+        None, gt=0, description="Numbers this near, absolute or relative, are equal; null: the same text."
+    )
+    blocks: Literal["last", "first", "all"] = Field("last", description="Which fenced blocks are the program.")
+    require_block: bool = Field(False, description="An answer without a fenced block earns 0; else it is the program whole.")
+    timeout_s: float = Field(
+        4.0, gt=0, description="Processor time of one test, in whole seconds; of the clock, three times it."
+    )
+    memory_mib: int = Field(512, ge=64, description="Address space of the program.")
+    output_kib: int = Field(1024, gt=0, description="What it may print, for one test.")
+    workers: int = Field(2, gt=0, description="Programs that run at once.")
+    isolation: Literal["namespaces", "landlock", "seccomp"] = Field(
+        "landlock", description="The weakest sandbox that will do; the strongest that there is is taken."
+    )
+
+    @model_validator(mode="after")
+    def _tolerance_is_read(self) -> CodeConfig:
+        if self.tolerance is not None and self.compare == "lines":
+            raise ValueError(f"tolerance={self.tolerance:g} is read with compare=tokens alone: set that, or remove it")
+        return self
+
+
 Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=True)]
 
 

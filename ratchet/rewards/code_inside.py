@@ -1,0 +1,339 @@
+"""What runs in the sandbox to judge a function: `program()` beside the code that is judged, `tests()` beside the tests.
+
+Never in one process. The program gets the arguments of calls and hands back values; it never sees a test or an expected
+value. The tests get plain values rebuilt from text, never the program's objects, so nothing in them can be patched, and an
+`__eq__` that is always true stays where it was written. Standard library only: the sandbox has no Ratchet.
+
+A test calls a stand-in of the function. Where the answer to a call is known, it is given; at the first call that was not
+answered yet the tests go on with `Anything`, only to learn which calls are likely to follow, so that one execution answers
+them all. No verdict is ever made of such a run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+MAX_ITEMS = 100_000  # of an iterator that a program returns
+MAX_CALLS = 5000  # looked ahead
+LOOKAHEAD_S = 1.0  # of processor time
+SMALL = 1 << 53
+
+
+class Unplain(Exception):
+    """The value is not made of None, bool, numbers, text, bytes, lists, tuples, sets, dicts, ranges and iterators."""
+
+
+# --- plain values as text. A subclass goes as its built-in base: what it overrides stays behind.
+
+
+def encode(value: Any) -> Any:
+    """JSON in which None, bool, str and small int stand for themselves, all else is [type, content]. Raises Unplain."""
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        whole = int.__int__(value)
+        return whole if -SMALL < whole < SMALL else ["int", hex(whole)]
+    if isinstance(value, float):
+        return ["float", float.hex(value)]
+    if isinstance(value, complex):
+        return ["complex", [float.hex(value.real), float.hex(value.imag)]]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", bytes(value).hex()]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key), encode(item)] for key, item in dict.items(value)]]
+    if isinstance(value, range):
+        return ["range", [encode(number) for number in (value.start, value.stop, value.step)]]
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            walk: Any = kind.__iter__  # not the subclass's own
+            return [kind.__name__, [encode(item) for item in walk(value)]]
+    if hasattr(type(value), "__next__"):
+        items = [encode(item) for item in itertools.islice(value, MAX_ITEMS + 1)]
+        if len(items) <= MAX_ITEMS:
+            return ["iterator", items]
+    raise Unplain(type(value).__name__)
+
+
+REBUILT: dict[str, Callable[[Any], Any]] = {
+    "int": lambda content: int(content, 16),
+    "float": float.fromhex,
+    "complex": lambda content: complex(*map(float.fromhex, content)),
+    "bytes": bytes.fromhex,
+    "dict": lambda content: {decode(key): decode(item) for key, item in content},
+    "range": lambda content: range(*map(decode, content)),
+    "list": lambda content: [decode(item) for item in content],
+    "tuple": lambda content: tuple(decode(item) for item in content),
+    "set": lambda content: {decode(item) for item in content},
+    "frozenset": lambda content: frozenset(decode(item) for item in content),
+    "iterator": lambda content: iter([decode(item) for item in content]),
+}
+
+
+def decode(said: Any) -> Any:
+    """Raises whatever it meets in text that `encode` didn't write; what it returns is plain all the same."""
+    if said is None or isinstance(said, bool | str | int):
+        return said
+    kind, content = said
+    return REBUILT[kind](content)
+
+
+def take_stdout() -> int:
+    """A channel of our own. What is printed goes to stderr, out of its way."""
+    channel = os.dup(1)
+    os.dup2(2, 1)
+    return channel
+
+
+def send(channel: int, text: str) -> None:
+    left = memoryview(text.encode("ascii"))
+    while left:
+        left = left[os.write(channel, left) :]
+
+
+# --- beside the program
+
+
+def program() -> NoReturn:
+    """Reads {"prompt", "entry_point", "text", "calls"}; writes a line for each call that ended. Whatever the judged code
+    does to this process, all that it can reach are its own answers."""
+    leave = os._exit
+    channel = take_stdout()
+    request = json.load(sys.stdin.buffer)
+    function = load(**{name: request[name] for name in ("prompt", "entry_point", "text")})
+    for call in request["calls"]:
+        send(channel, answer(function, call) + "\n")
+    leave(0)
+
+
+def load(prompt: str, entry_point: str, text: str) -> Any:
+    """The function that `text` defines: a whole program where it parses alone and defines it, else what continues `prompt`."""
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    if defines(text, entry_point):
+        parts = [valid(prompt), compile(text, "solution", "exec", dont_inherit=True)]
+    else:
+        parts = [valid(prompt + text) or compile(prompt + "\n" + text, "solution", "exec", dont_inherit=True)]
+    for part in filter(None, parts):
+        exec(part, module.__dict__)
+    return module.__dict__[entry_point]
+
+
+def valid(source: str) -> Any:
+    """`source` compiled; None where it is no Python."""
+    try:
+        return compile(source, "solution", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def defines(source: str, name: str) -> bool:
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return False
+    for statement in statements:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        aliases = statement.names if isinstance(statement, ast.Import | ast.ImportFrom) else []
+        named = {getattr(statement, "name", None), *(getattr(target, "id", None) for target in targets)}
+        if name in named | {alias.asname or alias.name for alias in aliases}:
+            return True
+    return False
+
+
+def answer(function: Any, call: str) -> str:
+    arguments, named = (decode(part) for part in json.loads(call))
+    try:
+        value = function(*arguments, **named)
+    except BaseException as error:
+        return json.dumps({"raised": [type(error).__name__, str(error)[:500]]})
+    try:
+        return json.dumps({"value": encode(value)})
+    except BaseException:
+        return json.dumps({"opaque": type(value).__name__})
+
+
+# --- beside the tests
+
+
+def tests() -> NoReturn:
+    """Reads {"prompt", "entry_point", "test", "calls", "answers", "share"}; writes how the tests ended, see `Judge.run`."""
+    channel = take_stdout()
+    request = json.load(sys.stdin.buffer)
+    send(channel, json.dumps(Judge(**request).run()))
+    os._exit(0)
+
+
+class Anything:
+    """Stands for an answer that nobody has given yet: whatever is done with it succeeds."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __hash__(self) -> int:
+        return 0
+
+
+SELF = "call getitem add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow abs neg round and or"
+for _words, _result in ((SELF, None), ("eq ne lt le gt ge bool contains", True), ("len int index", 0), ("float", 0.0)):
+    for _word in _words.split():
+        setattr(Anything, f"__{_word}__", lambda self, *_, result=_result: self if result is None else result)
+
+
+class Stop(BaseException):
+    """Enough was learned of the calls to come."""
+
+
+class Unusable(Exception):
+    """The tests themselves are broken, whatever the program."""
+
+
+class ProgramError(Exception):
+    """The program gave no value, or an exception that has no built-in name."""
+
+
+class CountAsserts(ast.NodeTransformer):
+    """`assert` reports to the judge, which says whether a broken one ends the tests. One that can't break is no test."""
+
+    WRAPPED = "try:\n  pass\nexcept Exception as _ratchet_error:\n  if _ratchet_judge.broke(_ratchet_error): raise\n"
+    WRAPPED += "else:\n  _ratchet_judge.held += 1\n"
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        if isinstance(node.test, ast.Constant) and node.test.value:
+            return ast.copy_location(ast.Pass(), node)
+        wrapped = ast.parse(self.WRAPPED).body[0]
+        assert isinstance(wrapped, ast.Try)
+        wrapped.body = [node]
+        return ast.copy_location(wrapped, node)
+
+
+class Judge:
+    """calls: those that the program was asked, as text. answers: to the first of them; where they are fewer, the program
+    ended before it gave the next. share: go on after an assertion that breaks."""
+
+    def __init__(self, prompt: str, entry_point: str, test: str, calls: list[str], answers: list[str], share: bool) -> None:
+        self.prompt, self.entry_point, self.test, self.share = prompt, entry_point, test, share
+        self.calls, self.answers = calls, answers
+        self.asked: list[str] = []
+        self.sure: int | None = None  # calls before the first that nobody was asked
+        self.lost = False
+        self.held = self.broken = 0
+        self.programs: list[BaseException] = []  # exceptions that came from the program
+
+    def run(self) -> dict[str, Any]:
+        """end: "passed", "wrong" or "crashed" (the program's answer, or what it raised, broke them), "lost" (no answer came),
+        "unknown" (ask the program `calls`, of which the first `sure` are certain) or "unusable" (`why`)."""
+        try:
+            self._run()
+            end, why = ("wrong" if self.broken else "passed"), ""
+        except BaseException as error:
+            end, why = ("crashed" if error in self.programs else "wrong"), f"{type(error).__name__}: {error}"
+            if self._own(error):
+                end = "unusable"
+            self.broken += self.share or not self.broken
+        if self.sure is not None and end != "unusable":
+            return {"end": "unknown", "calls": self.asked, "sure": self.sure}
+        if not self.asked and end == "passed":
+            end, why = "unusable", f"the tests never call {self.entry_point}"
+        if self.lost and end != "unusable":
+            end = "lost"
+        return {"end": end, "why": why[:2000], "held": self.held, "broken": self.broken}
+
+    def _run(self) -> None:
+        random.seed(0)  # the tests run more than once, and must ask the same
+        namespace: dict[str, Any] = {"__name__": "tests", "_ratchet_judge": self}
+        stub = valid(self.prompt) or valid(self.prompt + "\n    pass\n")
+        if stub is not None:  # what the tests use of it: imports, helper functions
+            exec(stub, namespace)
+        namespace[self.entry_point] = self.call
+        tree = ast.fix_missing_locations(CountAsserts().visit(ast.parse(self.test)))
+        exec(compile(tree, "tests", "exec", dont_inherit=True), namespace)
+        check = namespace.get("check")
+        if not callable(check):
+            raise Unusable("the tests define no function check(candidate)")
+        check(self.call)
+
+    def call(self, *arguments: Any, **named: Any) -> Any:
+        """The stand-in of the judged function."""
+        try:
+            text = json.dumps([encode(list(arguments)), encode(named)])
+        except Unplain as error:
+            if self.sure is not None:
+                raise Stop from None
+            raise Unusable(
+                f"the tests pass a value of type {error} to {self.entry_point}; only plain values can travel"
+            ) from None
+        index = len(self.asked)
+        self.asked.append(text)
+        if self.sure is None and (self.lost or (index < len(self.calls) and self.calls[index] == text)):
+            if self.lost or index >= len(self.answers):
+                self.lost = True
+                raise self._from_program(ProgramError("the program ended without an answer"))
+            return self._given(self.answers[index])
+        if self.sure is None:
+            self.sure = index
+            signal.signal(signal.SIGVTALRM, _stop)
+            signal.setitimer(signal.ITIMER_VIRTUAL, LOOKAHEAD_S)
+        if len(self.asked) >= MAX_CALLS + self.sure:
+            raise Stop
+        return Anything()
+
+    def _given(self, line: str) -> Any:
+        """Rebuilt from what the program's process wrote, which may be anything."""
+        try:
+            said = json.loads(line)
+            if "raised" in said:
+                kind, message = said["raised"]
+                error = raised(str(kind), str(message))
+            elif "opaque" in said:
+                error = ProgramError(f"it returned a value of type {said['opaque']}, which can't travel")
+            else:
+                return decode(said["value"])
+        except Exception as problem:
+            error = ProgramError(f"its answer can't be read: {problem}")
+        raise self._from_program(error)
+
+    def _from_program(self, error: Exception) -> Exception:
+        self.programs.append(error)
+        return error
+
+    def _own(self, error: BaseException) -> bool:
+        """A name or a module that the tests lack is not the program's doing, nor is broken source."""
+        own = isinstance(error, Unusable | SyntaxError | NameError | ImportError) and not isinstance(error, UnboundLocalError)
+        return own and error not in self.programs
+
+    def broke(self, error: Exception) -> bool:
+        self.broken += 1
+        return self._own(error) or not (self.share or self.sure is not None)
+
+
+def _stop(*_: object) -> NoReturn:
+    raise Stop
+
+
+def raised(kind: str, message: str) -> Exception:
+    """A built-in exception by its name. One that ends a loop silently could make `all(map(candidate, ...))` true."""
+    found = getattr(builtins, kind, None)
+    silent = (StopIteration, StopAsyncIteration)
+    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, silent):
+        try:
+            return found(message)
+        except TypeError:  # it takes other arguments
+            pass
+    return ProgramError(f"{kind}: {message}")
