@@ -22,6 +22,7 @@ from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, DataError, ModelError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
+from ratchet.evals.scores import ScoreEvaluator
 from ratchet.executors.machine import usable_cores
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
@@ -162,8 +163,7 @@ def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None
 def make_pair_evaluator(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
 ) -> PairEvaluator | None:
-    """The same for a model that is trained to score, and for answers that nobody judges: two answers are compared. Raises
-    ConfigError where the environment has no pairs."""
+    """For answers that nobody judges: two given ones are compared. Raises ConfigError where the environment has no pairs."""
     tasks = held_out(arena, plan)
     if not tasks:
         return None
@@ -174,13 +174,26 @@ def make_pair_evaluator(
         raise ConfigError(
             f"evaluation compares held-out answers, and there are none to compare: {error}; set evaluation.tasks=0"
         ) from error
-    return PairEvaluator(learner, pairs, tasks, "scores" if SCALARS & algorithm.needs_of("policy") else "logprobs")
+    return PairEvaluator(learner, pairs, tasks)
+
+
+def make_score_evaluator(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
+) -> ScoreEvaluator | None:
+    """For a model that is trained to score: its loss on held-out rows of the kind that it learns from."""
+    tasks = held_out(arena, plan)
+    if not tasks:
+        return None
+    source = SOURCES[algorithm.source](policy, arena, algorithm, plan, make_manager(policy, arena, None))
+    return ScoreEvaluator(learner, source, tasks, algorithm)
 
 
 def _evaluator(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
-) -> Evaluator | PairEvaluator | None:
-    if SCALARS & algorithm.needs_of("policy") or not arena.judges:
+) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
+    if SCALARS & algorithm.needs_of("policy"):
+        return make_score_evaluator(policy, arena, algorithm, plan, learner)
+    if not arena.judges:
         return make_pair_evaluator(policy, arena, algorithm, plan, learner)
     return make_evaluator(policy, arena, plan)
 

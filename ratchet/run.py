@@ -13,6 +13,7 @@ from ratchet import faults
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
+from ratchet.evals.scores import ScoreEvaluator
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import measure_groups
@@ -57,7 +58,7 @@ class Run:
     state: AlgoState = field(default_factory=AlgoState)
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
-    evaluator: Evaluator | PairEvaluator | None = None
+    evaluator: Evaluator | PairEvaluator | ScoreEvaluator | None = None
     managers: Sequence[RolloutManager] = ()
     evaluate_every: int = 0
     save: Callable[[int], Awaitable[None]] | None = None
@@ -116,12 +117,12 @@ class Run:
             await self.save(done)
 
     async def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the weights as they are now; {} for a run without an evaluator."""
+        """What the weights reach on held-out tasks as they are now; {} for a run without an evaluator."""
         if self.evaluator is None:
             return {}
         numbers = (await self.evaluator.run()).numbers()
         self.metrics.add("eval", numbers)
-        self.progress.accuracy = numbers["accuracy"]
+        self.progress.accuracy = numbers.get("accuracy")
         return numbers
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ratchet.experience.manager import RolloutManager
-from ratchet.types import Failed, Group, Sampling, Task, Truncated
+from ratchet.types import Failed, Group, Sampling, Task
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ class Accuracy:
 class Evaluator:
     """manager: judges by the yardstick, which by default is the environment's own reward: shaping can't move it."""
 
+    measures = "answers of the policy"
+
     def __init__(self, manager: RolloutManager, tasks: Sequence[Task], sampling: Sampling, *, samples: int = 0) -> None:
         self.manager, self.tasks, self.sampling, self.samples = manager, tasks, sampling, samples
         self.managers = (manager,)
@@ -54,7 +56,7 @@ class Evaluator:
             tasks=len(self.tasks),
             greedy=_mean_reward(greedy),
             sampled=sampled,
-            truncated_share=fmean(isinstance(t.outcome, Truncated) for t in attempts),
+            truncated_share=fmean(t.truncated for t in attempts),
             failed=len(failures),
         )
 

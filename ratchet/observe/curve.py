@@ -46,6 +46,7 @@ class Panel:
 PANELS = (
     Panel("Reward of the training rollouts", {"rollout/reward": "mean"}),
     Panel("Held-out accuracy", {"eval/accuracy": "greedy", "eval/sampled": "sampled"}, dots=True, span=(0.0, 1.0)),
+    Panel("Held-out loss", {"eval/loss": "loss"}, dots=True),
 )
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ratchet.algorithms.base import Algorithm
-from ratchet.build import Arena, Plan, build_arena, make_evaluator, make_pair_evaluator, plan_of
+from ratchet.build import Arena, Plan, build_arena, make_evaluator, make_score_evaluator, plan_of
 from ratchet.config.kinds import construct
 from ratchet.errors import ConfigError
 from ratchet.learners.columns import SCALARS
@@ -26,12 +26,13 @@ def _evaluate_scores(target: Target, algorithm: Algorithm, plan: Plan, arena: Ar
     if head is None:
         raise ConfigError(f"{target.model} has no scalar head, and algorithm {algorithm.name} trains one: give a run of it")
     scorer = construct(plan.learner, model, head=head.to(next(model.parameters()).device))
-    evaluator = make_pair_evaluator(target.policy, arena, algorithm, plan, scorer)
+    evaluator = make_score_evaluator(target.policy, arena, algorithm, plan, scorer)
     if evaluator is None:
         raise ConfigError(NOTHING)
-    accuracy = asyncio.run(evaluator.run())
-    table = Table("held-out pairs", "better answer scores higher", "mean margin")
-    table.add_row(str(accuracy.pairs), f"{accuracy.accuracy:.1%}", f"{accuracy.margin:.3g}")
+    found = asyncio.run(evaluator.run())
+    numbers = found.numbers()
+    table = Table("held-out tasks", *numbers)
+    table.add_row(str(found.tasks), *(f"{value:.3g}" for value in numbers.values()))
     Console().print(table)
 
 

@@ -109,6 +109,7 @@ class Session:
         self.store = CheckpointStore(directory.checkpoints)
         self.summaries: list[StageSummary] = []  # of finished stages
         self.sinks = Sinks([])
+        self.measures: str | None = None  # what the latest stage was evaluated by
 
     async def run(self) -> int:
         torch.set_num_threads(int(self.config.threads))
@@ -153,12 +154,13 @@ class Session:
         """The learner of the policy, which knows all that belongs to the model."""
         self.store.keep = self.config.stages[index].checkpoint.keep
         run = build_run(self.config, index, policy, stop=stop)
+        before, self.measures = self.measures, run.evaluator and run.evaluator.measures
         saver = Saver(self.store, run, self.summaries, self.command)
         run.save = saver.save
         if checkpoint is not None:
             await saver.restore(checkpoint)
         else:
-            await self._measure_start(index, run)
+            await self._measure_start(index, run, alike=before == self.measures)
         mode = self.config.logging.progress
         with show_progress(
             run.name, first_step=run.first_step, last_step=run.last_step, mode=mode, console=self.console
@@ -184,9 +186,9 @@ class Session:
         self.summaries.append(_summary(run))
         return run.roles["policy"]
 
-    async def _measure_start(self, index: int, run: Run) -> None:
+    async def _measure_start(self, index: int, run: Run, *, alike: bool) -> None:
         """Accuracy before the stage: what the stage before it reached, if that was measured in the same way."""
-        if index and _measured_alike(self.config.stages[index - 1], self.config.stages[index]):
+        if index and alike and _measured_alike(self.config.stages[index - 1], self.config.stages[index]):
             run.progress.accuracy_before = self.summaries[-1].accuracy_after
             return
         numbers = await run.evaluate()
