@@ -39,7 +39,7 @@ from ratchet.models.load import init_policy, load_policy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.presets import preset
 from ratchet.rewards.compose import composed
-from ratchet.roles import make_roles
+from ratchet.roles import check_roles, longest_row, make_roles
 from ratchet.run import Run
 from ratchet.types import Sampling, Task
 
@@ -117,7 +117,9 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
     roles = make_roles(
         policy.model, policy.tokenizer, algorithm, section=plan.learner, optimizer=plan.optimizer, steps=plan.steps
     )
-    manager = make_manager(policy, arena, arena.reward)
+    manager = make_manager(
+        policy, arena, arena.reward, max_context=longest_row(policy.model, roles), needs_reward=algorithm.reads_reward
+    )
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
     return Run(
@@ -135,9 +137,12 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
     )
 
 
-def make_manager(policy: Policy, arena: Arena, reward: Reward | None) -> RolloutManager:
-    player = Player(policy.generator, policy.renderer, max_context=policy.model.max_positions)
-    return RolloutManager(player, arena.copies(), reward)
+def make_manager(
+    policy: Policy, arena: Arena, reward: Reward | None, *, max_context: int | None = None, needs_reward: bool = True
+) -> RolloutManager:
+    """max_context: tokens of an attempt; None: as many as the policy can read."""
+    player = Player(policy.generator, policy.renderer, max_context=max_context or policy.model.max_positions)
+    return RolloutManager(player, arena.copies(), reward, needs_reward=needs_reward)
 
 
 def held_out(arena: Arena, plan: Plan) -> list[Task]:
@@ -255,6 +260,14 @@ def freeze(config: RunConfig) -> RunConfig:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = usable_cores() if config.threads == "auto" else config.threads
     return config.model_copy(update={"device": device, "threads": threads})
+
+
+def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
+    """Refuses now what a stage, be it the last, would refuse when it starts: teachers that don't fit."""
+    for index in range(first, len(config.stages)):
+        stage = config.stages[index]
+        longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0  # behind a prompt, however short
+        check_roles(policy.model, policy.tokenizer, construct(stage.algorithm), longest=longest)
 
 
 def build_policy(config: RunConfig) -> Policy:

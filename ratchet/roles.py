@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
-
-import torch
+from collections.abc import Mapping
 
 from ratchet.algorithms.base import Algorithm, Role
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, ModelError
 from ratchet.interfaces import Learner
 from ratchet.learners.aligned import AlignedTeacher
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.teacher import Teacher
 from ratchet.models.heads import ScalarHead
-from ratchet.models.load import load_policy
+from ratchet.models.hf import read_json
+from ratchet.models.load import find_model, load_policy
 from ratchet.models.policy import PolicyModel
+
+WHOLE_VOCABULARY = (
+    4096  # tokens: more make a batch's columns larger than many a model (8,192 tokens x 4,096 x 4 bytes: 128 MiB)
+)
 
 
 def make_roles(
@@ -33,8 +37,13 @@ def make_roles(
     """A learner for each role that the algorithm names, "policy" among them, which trains `model` itself. A role that no term
     updates is frozen. Those whose passes or terms read a scalar head get one, of zeros.
 
-    section: of the learners. steps: batches of the stage. Raises ConfigError for a teacher with another vocabulary.
+    Rows of the embeddings beyond the tokenizer's tokens pad them, and models of one family have different numbers of them. So
+    distributions are compared over the first tokens that all the models have, renormalised to sum to 1: what a model gives to
+    the others, which no text contains, is left out of account.
+
+    section: of the learners. steps: batches of the stage. Raises ConfigError as `check_roles` does.
     """
+    check_roles(model, tokenizer, algorithm)
     total = steps * algorithm.updates_per_batch
     first = next(model.parameters())
     device, dtype = first.device, first.dtype
@@ -51,31 +60,72 @@ def make_roles(
             unit=algorithm.unit,
             head=head,
             autocast=device.type == "cuda",
+            **({"shared_vocab": shared} if shared < body.vocab_size else {}),
         )
 
+    bodies = {
+        name: copy.deepcopy(model) if role.path is None else load_policy(role.path, device=device)
+        for name, role in algorithm.roles.items()
+    }
+    compared = [model, *(body for name, body in bodies.items() if not algorithm.roles[name].aligned)]
+    shared = min(body.vocab_size for body in compared)
     roles: dict[str, Learner] = {"policy": learner("policy", Role(), model)}
     for name, role in algorithm.roles.items():
-        body = copy.deepcopy(model) if role.path is None else _load(role.path, device)
-        made = learner(name, role, body)
-        if role.path is not None:
-            made = _speaking(made, name, role, tokenizer)
-        roles[name] = made
+        made = learner(name, role, bodies[name])
+        roles[name] = made if role.path is None else _teacher(made, name, role.path, role, bodies[name], tokenizer)
     return roles
 
 
-def _load(path: str, device: torch.device) -> PolicyModel:
-    return load_policy(path, backend="auto", device=device, trust_remote_code=False, revision=None)
-
-
-def _speaking(made: Learner, name: str, role: Role, tokenizer: Tokenizer) -> Learner:
-    """A model from elsewhere must know the policy's tokens, or be asked about the same text in its own."""
-    assert role.path is not None
-    own = load_tokenizer(role.path)
-    if role.aligned:
-        return AlignedTeacher(made, tokenizer, own)
-    if not own.same_tokens(tokenizer):
+def check_roles(model: PolicyModel, tokenizer: Tokenizer, algorithm: Algorithm, *, longest: int = 0) -> None:
+    """What models from elsewhere must be, from their files alone: there, of the policy's tokens (or asked about the same text
+    in their own), and with room for rows of `longest` tokens. Raises ConfigError."""
+    sizes = [model.vocab_size]
+    for name, role in algorithm.roles.items():
+        if role.path is None:
+            continue
+        try:
+            shape = read_json(find_model(role.path) / "config.json")
+            own = load_tokenizer(role.path)
+        except ModelError as error:
+            raise ConfigError(f"{name}: {error}; a model that another run makes is trained before") from error
+        shape = shape.get("text_config") or shape
+        context, size = shape.get("max_position_embeddings"), shape.get("vocab_size", own.vocab_size)
+        if not role.aligned:
+            _check_same_tokens(name, role.path, own, tokenizer, size)
+            sizes.append(size)
+            if context is not None and longest > context:
+                raise ConfigError(
+                    f"{name}: the model in {role.path} reads {context} tokens, and attempts may have {longest}: "
+                    "lower sampling.max_new_tokens"
+                )
+    whole = any(item.wanted == "topk_logprobs" and not item.top_k for item in algorithm.passes)
+    if whole and min(sizes) > WHOLE_VOCABULARY:
         raise ConfigError(
-            f"{name}: the model in {role.path} has another tokenizer than the policy, so their tokens don't compare: "
+            f"algorithm {algorithm.name}: top_k=null keeps {min(sizes):,} numbers for each token of a batch, one for each "
+            f"of the vocabulary, and is for vocabularies of up to {WHOLE_VOCABULARY:,}: set algorithm.top_k (64, say)"
+        )
+
+
+def _check_same_tokens(name: str, path: str, own: Tokenizer, policys: Tokenizer, size: int) -> None:
+    if not own.same_tokens(policys):
+        raise ConfigError(
+            f"{name}: the model in {path} has another tokenizer than the policy, so their tokens don't compare: "
             "set teacher_tokens=aligned with on_policy_distillation, or use a teacher of the same family"
         )
-    return Teacher(made)
+    if own.vocab_size > size:
+        raise ConfigError(
+            f"{name}: the tokenizer in {path} has {own.vocab_size} tokens, the model's embedding {size}: "
+            "they don't belong together; copy the model's own tokenizer there"
+        )
+
+
+def longest_row(model: PolicyModel, roles: Mapping[str, Learner]) -> int:
+    """Tokens of a sequence that the policy and all that read the same tokens can take in."""
+    limits = (role.max_positions for role in roles.values() if isinstance(role, Teacher) and role.reads_rows)
+    return min([model.max_positions, *limits])
+
+
+def _teacher(made: Learner, name: str, path: str, role: Role, body: PolicyModel, tokenizer: Tokenizer) -> Teacher:
+    if role.aligned:
+        return AlignedTeacher(made, tokenizer, load_tokenizer(path), max_positions=body.max_positions)
+    return Teacher(made, name=name, max_positions=body.max_positions, vocab_size=body.vocab_size)

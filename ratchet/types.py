@@ -173,6 +173,13 @@ class Truncated:
 
 
 @dataclass(frozen=True, slots=True)
+class Unjudged:
+    """Ended or was cut off, and no reward is asked for: the algorithm reads none. It trains, and enters no reward statistic."""
+
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Infrastructure or user code broke: `kind` is one of a few words to count by, `detail` holds the traceback."""
 
@@ -185,7 +192,7 @@ class Cancelled:
     reason: str = ""
 
 
-Outcome = Scored | Truncated | Failed | Cancelled
+Outcome = Scored | Truncated | Unjudged | Failed | Cancelled
 Use = Literal["train", "baseline", "reference"]
 
 
@@ -234,7 +241,11 @@ class Trajectory:
     @property
     def counts(self) -> bool:
         """Whether the trajectory may enter statistics, baselines and gradients."""
-        return self.outcome is None or self.reward is not None
+        return self.outcome is None or isinstance(self.outcome, Unjudged) or self.reward is not None
+
+    @property
+    def truncated(self) -> bool:
+        return isinstance(self.outcome, Truncated) or (isinstance(self.outcome, Unjudged) and self.outcome.truncated)
 
     @property
     def completion_length(self) -> int:

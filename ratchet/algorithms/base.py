@@ -124,6 +124,8 @@ class Algorithm:
     labelled row comes with the answer to another prompt, with use="reference". turns: which of the assistant's turns train in
     given text. temperature: of given text, whose sampling nobody knows.
 
+    reads_reward: False where nothing of it depends on rewards: attempts need none then, and those that nobody judged train.
+
     exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
     """
 
@@ -143,6 +145,7 @@ class Algorithm:
     reference_rows: bool = False
     temperature: float = 1.0
     turns: Literal["all", "last"] = "all"
+    reads_reward: bool = True
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

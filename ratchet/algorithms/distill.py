@@ -34,5 +34,6 @@ def build(config: DistillationConfig) -> Algorithm:
         epochs=config.epochs,
         group_size=int(getattr(config, "group_size", 1)),
         temperature=config.tau,
+        reads_reward=config.reads_reward,
         exempt=DISTILLED,
     )

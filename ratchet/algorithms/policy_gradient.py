@@ -57,6 +57,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         epochs=config.epochs,
         group_size=config.group_size,
         greedy_baseline="greedy" in config.reads,
+        reads_reward=config.reads_reward,
         exempt=_exemptions(config),
     )
 

@@ -234,7 +234,8 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    if stage.source == "rollouts" and not stage.rewards and not getattr(stage.environment, "judges", True):
+    needed = stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True)
+    if needed and not stage.rewards and not getattr(stage.environment, "judges", True):
         yield _clash(
             f"nothing judges the attempts at environment {getattr(stage.environment, 'kind', '')}: set rewards",
             "rewards",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ratchet.batch import Batch, Level
 from ratchet.errors import DataError
-from ratchet.types import Group, Trajectory, Truncated
+from ratchet.types import Group, Trajectory
 
 
 def pack(groups: Sequence[Group]) -> Batch:
@@ -56,7 +56,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         baseline_S=sequences(lambda g, t: t.use == "baseline", torch.bool),
         reference_S=sequences(lambda g, t: t.use == "reference", torch.bool),
         scored_S=sequences(lambda g, t: t.reward is not None, torch.bool),
-        truncated_S=sequences(lambda g, t: isinstance(t.outcome, Truncated), torch.bool),
+        truncated_S=sequences(lambda g, t: t.truncated, torch.bool),
         rewards_S=sequences(lambda g, t: float("nan") if t.reward is None else t.reward, torch.float64),
         temperature_S=sequences(lambda g, t: t.temperature, torch.float64),
         tag_S=sequences(lambda g, t: tags.index(kept[g][0].task.tag), torch.int64),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ratchet.experience.episode import Player, PromptMemo
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Reward
-from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated
+from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated, Unjudged
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +19,20 @@ log = logging.getLogger(__name__)
 class RolloutManager:
     """new_environment: makes an instance; one plays one attempt at a time, and is used again afterwards.
 
-    reward=None: an attempt's reward is what its environment gave turn by turn.
+    reward=None: an attempt's reward is what its environment gave turn by turn. needs_reward: whether an attempt that nobody
+    judged is of no use; else it is Unjudged.
     """
 
-    def __init__(self, player: Player, new_environment: Callable[[], Environment], reward: Reward | None) -> None:
+    def __init__(
+        self,
+        player: Player,
+        new_environment: Callable[[], Environment],
+        reward: Reward | None,
+        *,
+        needs_reward: bool = True,
+    ) -> None:
         self.player, self.new_environment, self.reward = player, new_environment, reward
+        self.needs_reward = needs_reward
         self._idle: list[Environment] = []
 
     async def group(self, task: Task, sampling: Sampling, *, group_id: str, attempts: int, greedy: bool = False) -> Group:
@@ -65,12 +74,14 @@ class RolloutManager:
         rows = [i for i, t in enumerate(played) if t.outcome is None or isinstance(t.outcome, Truncated)]
         outcomes = await self._outcomes([played[i] for i in rows], task)
         for i, outcome in zip(rows, outcomes, strict=True):
+            if not self.needs_reward and isinstance(outcome, Truncated) and outcome.reward is None:
+                outcome = Unjudged(truncated=True)
             judged[i] = judged[i].judged(outcome)
         return judged
 
     async def _outcomes(self, candidates: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         if self.reward is None:
-            return [_environment_outcome(t) for t in candidates]
+            return [_environment_outcome(t, needed=self.needs_reward) for t in candidates]
         try:
             scored = await self.reward.score(candidates, task) if candidates else []
             return [_with_turn_rewards(t, outcome) for t, outcome in zip(candidates, scored, strict=True)]
@@ -91,8 +102,10 @@ def _own_reward(trajectory: Trajectory) -> float | None:
     return sum(given) if given else None
 
 
-def _environment_outcome(trajectory: Trajectory) -> Outcome:
+def _environment_outcome(trajectory: Trajectory, *, needed: bool) -> Outcome:
     total = _own_reward(trajectory)
+    if total is None and not needed:
+        return Unjudged(truncated=trajectory.truncated)
     if isinstance(trajectory.outcome, Truncated):
         return Truncated(total or 0.0)
     return Failed("reward", "neither a reward nor the environment judged this attempt") if total is None else Scored(total)

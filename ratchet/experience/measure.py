@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from ratchet.types import Failed, Group, Scored, Trajectory, Truncated
+from ratchet.types import Failed, Group, Scored, Trajectory
 
 
 def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
@@ -45,7 +45,7 @@ def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
     return {
         "length_mean": fmean(lengths),
         "length_max": float(max(lengths)),
-        "truncated_share": fmean(isinstance(t.outcome, Truncated) for t in attempts),
+        "truncated_share": fmean(t.truncated for t in attempts),
         "failed_share": sum(kinds.values()) / len(attempts),
         **{f"failed/{kind}": float(count) for kind, count in kinds.items()},
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,11 +40,14 @@ class AlignedTeacher(Teacher):
     """Scores like a learner, for a frozen role.
 
     "logprobs" [T]: a span's log-probability under the teacher, spread evenly over the student's tokens of the span, so that
-    sums over spans are right. "spans" [T] int64: numbers the spans of the batch, -1 outside.
+    sums over spans are right. "spans" [T] int64: numbers the spans of the batch, -1 outside. What lies beyond the teacher's
+    `max_positions`, counted in its own tokens, has no span.
     """
 
-    def __init__(self, inner: Learner, student: Tokenizer, teacher: Tokenizer) -> None:
-        super().__init__(inner)
+    reads_rows: ClassVar[bool] = False
+
+    def __init__(self, inner: Learner, student: Tokenizer, teacher: Tokenizer, *, max_positions: int) -> None:
+        super().__init__(inner, max_positions=max_positions, vocab_size=teacher.vocab_size)
         self.student, self.teacher = student, teacher
 
     async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
@@ -89,7 +93,12 @@ class AlignedTeacher(Teacher):
             after = "special" if control >= 0 else "text"
             if on and theirs:
                 made.spans += self._spans(mine, theirs, indices[0], first, whole=control >= 0)
-        return made
+        return self._readable(made)
+
+    def _readable(self, made: Translation) -> Translation:
+        end = self.max_positions
+        spans = [(mine, theirs) for mine, theirs in made.spans if theirs.stop <= end]
+        return Translation(made.tokens[:end], made.asked[:end], spans)
 
     def _text(self, mine: Sequence[int], after: After, written: bool) -> list[int]:
         try:

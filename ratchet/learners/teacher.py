@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
 from ratchet.batch import Batch
+from ratchet.errors import DataError
 from ratchet.interfaces import Learner, LossTerm, Shard
 
 
 class Teacher:
-    """Implements `Learner` around one that never updates. A checkpoint leaves it out: the recipe names its directory."""
+    """Implements `Learner` around one that never updates. A checkpoint leaves it out: the recipe names its directory.
 
-    def __init__(self, inner: Learner) -> None:
-        self.inner = inner
+    max_positions: tokens that it can read. vocab_size: rows of its embedding. reads_rows: whether it is asked about the rows
+    as they are, so that they must fit into it.
+    """
+
+    reads_rows: ClassVar[bool] = True
+
+    def __init__(self, inner: Learner, *, name: str = "teacher", max_positions: int, vocab_size: int) -> None:
+        self.inner, self.name = inner, name
+        self.max_positions, self.vocab_size = max_positions, vocab_size
 
     async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
-        return await self.inner.score(batch, wanted, top_k=top_k)
+        """Raises DataError for a row that is longer than what the model can read."""
+        longest = max(batch.lengths_S.tolist(), default=0)
+        if longest > self.max_positions:
+            raise DataError(
+                f"{self.name} reads {self.max_positions} tokens, and a row has {longest}: shorten or drop it, "
+                "or use a teacher with a longer context"
+            )
+        # A student with more rows of padding may sample one, which means nothing: the teacher's last row is as good.
+        known = replace(batch, tokens_T=batch.tokens_T.clamp(max=self.vocab_size - 1))
+        return await self.inner.score(known, wanted, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         raise AssertionError("a teacher was asked to update")

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.build import Policy, build_policy, build_run, freeze
+from ratchet.build import Policy, build_policy, build_run, check_stages, freeze
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.loader import load_config, plain
@@ -123,6 +123,7 @@ class Session:
             self.sinks = self._open_sinks(-1 if checkpoint is None else checkpoint.step)
             try:
                 policy = build_policy(self.config)
+                check_stages(self.config, policy, first=len(self.summaries))
                 # What is loaded by now stays: the collector would walk all of it again and again, for a third of a small step.
                 gc.collect()
                 gc.freeze()

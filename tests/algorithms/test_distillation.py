@@ -5,6 +5,7 @@ T = all tokens laid end to end, K = teacher's tokens with a column, V = vocabula
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from functools import partial
@@ -23,11 +24,16 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.losses.distillation import Objective, divergence
+from ratchet.algorithms.passes import fill
 from ratchet.algorithms.weightings import token_mean
 from ratchet.batch import Batch
+from ratchet.config.kinds import construct, resolve
 from ratchet.data.packing import pack
 from ratchet.interfaces import Outputs
 from ratchet.learners.columns import outcomes
+from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.testing.synthetic import TinyRole
+from ratchet.types import Scored, Truncated, Unjudged
 
 V = 6
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -303,3 +309,43 @@ def test_single_precision_is_near_double(k: int):
         topk_TK = torch.stack([torch.zeros_like(live), live])
         x_T, _ = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, objective=objective)
         assert x_T[1].item() == pytest.approx(x, rel=1e-5, abs=1e-6)
+
+
+# --- what it needs of attempts
+
+
+def test_only_where_nothing_reads_rewards_none_is_needed():
+    """By the parts, not by the name."""
+
+    def needed(kind: str, **keys) -> bool:
+        section = resolve("algorithm", {"kind": kind, **keys})
+        assert construct(section).reads_reward == section.reads_reward
+        return section.reads_reward
+
+    teacher = {"teacher": "x"}
+    assert not needed("distill_on_policy", **teacher)
+    assert not needed("on_policy_distillation", **teacher)
+    assert not needed("policy_gradient", advantage={"kind": "on_policy_distillation"}, group_size=1, **teacher)
+    assert needed("grpo")
+    assert needed("on_policy_distillation", positive_nll_coef=0.1, **teacher)
+    both = {"kind": "mixture", "parts": [{"kind": "group_relative"}, {"kind": "on_policy_distillation"}]}
+    assert needed("policy_gradient", advantage=both, **teacher)
+    assert needed("on_policy_distillation", advantage=both, group_size=4, **teacher)
+
+
+@pytest.mark.parametrize("kind", ["distill_on_policy", "on_policy_distillation"])
+def test_attempts_that_nobody_judged_have_the_teachers_signal(kind: str):
+    """Cut off or not, with or without a judged neighbour: each moves the policy as if it had been judged."""
+    algo = construct(resolve("algorithm", {"kind": kind, "teacher": "x"}))
+    moved = []
+    for ends in ((Unjudged(), Unjudged(truncated=True)), (Scored(1.0), Truncated(0.0))):
+        rows = [make_trajectory([1], [2, 3], outcome=end, attempt=i) for i, end in enumerate(ends)]
+        batch = pack([make_group("g", rows)])
+        assert batch.n_sequences == 2
+        roles = {"policy": TinyRole("policy"), "teacher": TinyRole("other")}
+        made = algo.weigh(algo.advantage(asyncio.run(fill(batch, algo, roles)), AlgoState()), AlgoState())
+        (name, weight) = next(iter(made.weights.items()))
+        assert (weight.values > 0).equal(batch.trainable_T), name
+        moved.append(made.token_columns.get("advantages", made.token_columns.get("teacher_topk_logprobs")))
+    assert moved[0].abs().sum() > 0
+    assert moved[0].equal(moved[1])

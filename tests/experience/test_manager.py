@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
@@ -15,7 +16,7 @@ from ratchet.interfaces import Step
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_source
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, FakeSource
-from ratchet.types import Failed, Message, Sampling, Scored, Trajectory, Truncated
+from ratchet.types import Failed, Message, Sampling, Scored, Trajectory, Truncated, Unjudged
 
 EOS = 99
 
@@ -121,6 +122,69 @@ def test_turn_rewards_add_to_the_judged_one_and_stand_alone_without_a_reward():
     alone = RolloutManager(player, lambda: FakeEnvironment(gives), None)
     group = asyncio.run(alone.group(task, SAMPLING, group_id="g", attempts=1))
     assert group.trajectories[0].outcome == Scored(0.25)
+
+
+def unneeded(reward=None, *, script=None, answer=lambda tokens, sampling: [sampling.seed % 10, EOS], **options):
+    """Of an algorithm that reads no reward."""
+    environment = FakeEnvironment(script)
+    player = Player(FakeGenerator(answer), Digits(), max_context=64)
+    return RolloutManager(player, lambda: copy.copy(environment), reward, **{"needs_reward": False, **options})
+
+
+def test_where_no_reward_is_read_attempts_that_nobody_judged_train_and_failures_do_not():
+    def fails_on_even(task, message):
+        if int(message.text) % 2 == 0:
+            raise RuntimeError("even")
+        return Step(done=True)
+
+    endless = lambda tokens, sampling: [sampling.seed % 10] if sampling.seed % 3 else [sampling.seed % 10, EOS]  # noqa: E731
+    (task,) = tasks(1)
+    group = asyncio.run(unneeded(script=fails_on_even, answer=endless).group(task, SAMPLING, group_id="g", attempts=24))
+    kinds = [type(t.outcome).__name__ for t in group.trajectories]
+    assert set(kinds) == {"Unjudged", "Failed"}
+    kept = [t for t in group.trajectories if isinstance(t.outcome, Unjudged)]
+    assert {t.truncated for t in kept} == {True, False}
+    batch = pack([group])
+    assert batch.n_sequences == len(kept) < 24
+    assert batch.trainable_T.sum() == sum(int(t.trainable.sum()) for t in kept)
+    assert not batch.scored_S.any()
+    assert batch.truncated_S.tolist() == [t.truncated for t in kept]
+    numbers = measure_groups([group])
+    assert numbers["trained_tokens"] == float(batch.trainable_T.sum())
+    assert numbers["truncated_share"] == sum(t.truncated for t in kept) / 24
+    assert not {"reward", "equal_rewards_share"} & set(numbers)
+
+
+def test_where_no_reward_is_read_one_that_is_given_is_still_measured():
+    """Only what it judged counts; what broke it has failed, and does not train."""
+
+    class Reward:
+        async def score(self, trajectories, task):
+            kinds = [Scored(1.0), Truncated(None), Failed("reward", "broken"), Truncated(0.5)]
+            return [kinds[i % 4] for i in range(len(trajectories))]
+
+    (task,) = tasks(1)
+    group = asyncio.run(unneeded(Reward()).group(task, SAMPLING, group_id="g", attempts=4))
+    assert [t.outcome for t in group.trajectories] == [
+        Scored(1.0),
+        Unjudged(truncated=True),
+        Failed("reward", "broken"),
+        Truncated(0.5),
+    ]
+    assert [t.counts for t in group.trajectories] == [True, True, False, True]
+    assert measure_groups([group])["reward"] == 0.75
+    needed = asyncio.run(unneeded(Reward(), needs_reward=True).group(task, SAMPLING, group_id="g", attempts=4))
+    assert [t.counts for t in needed.trajectories] == [True, False, False, True]
+
+
+def test_rewards_of_the_environment_are_kept_where_none_is_read():
+    (task,) = tasks(1)
+    group = asyncio.run(
+        unneeded(script=lambda task, message: Step(reward=0.25, done=True)).group(task, SAMPLING, group_id="g", attempts=1)
+    )
+    assert group.trajectories[0].outcome == Scored(0.25)
+    needed = unneeded(needs_reward=True)
+    assert isinstance(asyncio.run(needed.group(task, SAMPLING, group_id="g", attempts=1)).trajectories[0].outcome, Failed)
 
 
 def test_rollouts_conform_to_the_source_protocol():

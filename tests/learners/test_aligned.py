@@ -36,7 +36,7 @@ def teacher_of(tokenizer, student, seed=0):
     config = DecoderConfig(tokenizer.vocab_size, 16, 2, 2, 1, 8, 24, init_std=0.3)
     net = DecoderPolicy(Decoder(config).init_weights(seed).to(torch.float64))
     inner = LocalLearner(LocalConfig(), net, optimizer=None, total_steps=1)
-    return AlignedTeacher(inner, student, tokenizer), inner
+    return AlignedTeacher(inner, student, tokenizer, max_positions=net.max_positions), inner
 
 
 def scored(teacher, batch):
@@ -202,7 +202,7 @@ def test_the_advantage_is_the_teachers_span_against_the_policys(merged):
 
 def test_what_the_teacher_has_no_tokens_for_is_left_out():
     student, teacher = byte_tokenizer(), character_tokenizer("0123456789=")
-    aligned = AlignedTeacher(None, student, teacher)  # pyright: ignore[reportArgumentType]
+    aligned = AlignedTeacher(None, student, teacher, max_positions=64)  # pyright: ignore[reportArgumentType]
     for written in ("1a", "é"):
         tokens = [*student.encode("7="), *student.encode(written)[:2]]
         made = aligned.translate(tokens, [False] * 2 + [True] * (len(tokens) - 2))

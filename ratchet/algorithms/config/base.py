@@ -25,6 +25,11 @@ class AlgorithmConfig(Section):
         """Its kind; for a section made in Python, the name of its class."""
         return str(getattr(self, "kind", type(self).__name__.removesuffix("Config").lower()))
 
+    @property
+    def reads_reward(self) -> bool:
+        """Whether anything learned depends on rewards; else attempts need none."""
+        return True
+
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps that a batch is split into, by whole groups.")
     epochs: int = Field(default=1, ge=1, description="Times that a batch is gone through.")
 

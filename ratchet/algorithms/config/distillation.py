@@ -32,6 +32,10 @@ class DistillationConfig(AlgorithmConfig):
     )
 
     @property
+    def reads_reward(self) -> bool:
+        return False
+
+    @property
     def tau(self) -> float:
         """Softmax temperature of given text."""
         return 1.0

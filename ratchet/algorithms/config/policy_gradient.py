@@ -114,6 +114,11 @@ class PolicyGradientConfig(AlgorithmConfig):
         parts = (*self.estimators, *self.shaping)
         return frozenset[str]().union(*(getattr(part, "reads", frozenset()) for part in parts))
 
+    @property
+    def reads_reward(self) -> bool:
+        signals = (getattr(part, "signal", "reward") for part in self.estimators)
+        return bool(self.shaping) or self.positive_nll_coef > 0 or any(signal != "teacher" for signal in signals)
+
     @model_validator(mode="after")
     def _keys_agree(self) -> PolicyGradientConfig:
         for check in (self._group, self._rloo, self._critic, self._teacher, self._weighting, self._levels):
