@@ -30,16 +30,32 @@ def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> I
 
     Raises DataError naming the file, and the line where there is one.
     """
+    for line, values in each_line(path, columns):
+        if isinstance(values, DataError):
+            raise values
+        yield Row(line, values)
+
+
+def each_line(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+    """As `read_jsonl`, for who goes on after a bad line: (its number, its values or what is wrong with it).
+
+    Raises DataError where the file as a whole can't be read.
+    """
     path = Path(path)
     offset = rows = 0
     try:
         with path.open("rb") as file:
             for line, raw in enumerate(file, start=1):
-                text = _decode(raw, path, line, offset)
-                offset += len(raw)
-                if text and not text.isspace():
-                    rows += 1
-                    yield Row(line, _parse(text, path, line, columns or {}))
+                start, offset = offset, offset + len(raw)
+                try:
+                    text = _decode(raw, path, line, start)
+                    if not text or text.isspace():
+                        continue
+                    values = _parse(text, path, line, columns or {})
+                except DataError as error:
+                    values = error
+                rows += 1
+                yield line, values
     except OSError as error:
         raise DataError(f"{path}: can't be read: {error.strerror}") from error
     if not rows:

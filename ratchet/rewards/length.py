@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ratchet.errors import DataError
 from ratchet.rewards.base import PerTrajectory, answer_text
 from ratchet.rewards.config import LengthConfig
 from ratchet.types import Task, Trajectory, Truncated
@@ -17,18 +18,21 @@ class Length(PerTrajectory):
         self.config = config
 
     def judge(self, trajectory: Trajectory, task: Task) -> float:
-        length = self._length(trajectory)
+        """Raises DataError for a text without tokens where tokens are to be counted."""
+        text = answer_text(trajectory)
         if isinstance(trajectory.outcome, Truncated):
             return 0.0
+        length = self._length(text, trajectory)
         over = 0 if self.config.at_most is None else length - self.config.at_most
         outside = max(over, self.config.at_least - length, 0)
         if outside == 0:
             return 1.0
         return max(0.0, 1.0 - outside / self.config.margin) if self.config.margin else 0.0
 
-    def _length(self, trajectory: Trajectory) -> int:
-        text = answer_text(trajectory)
+    def _length(self, text: str, trajectory: Trajectory) -> int:
         if self.config.unit == "tokens":
+            if not len(trajectory):
+                raise DataError("this is text without tokens, whose number is asked for: set unit to words or characters")
             return trajectory.completion_length
         if self.config.unit == "characters":
             return len(text)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-from pydantic import ValidationError
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.algorithms.properties import page
-from ratchet.config.kinds import KINDS, construct, imported, resolve, section_class
-from ratchet.config.merge import as_layer
-from ratchet.config.problems import Problem, explain, report
-from ratchet.config.tree import COMMAND_LINE, Node, Origin, read_text
+from ratchet.config.kinds import KINDS, construct, imported, resolve
+from ratchet.config.section import section_from_words
 from ratchet.errors import ConfigError
 from ratchet.testing.algorithms import Finding, examine
 
@@ -57,12 +52,7 @@ def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
         raise ConfigError(
             f"'{path}' is {_article(target)}: name an Algorithm, a section, or a function that makes an Algorithm"
         )
-    section = section_class("algorithm", path)
-    keys = _keys(overrides)
-    try:
-        made = construct(section.model_validate({"kind": path, **keys.plain()}))
-    except ValidationError as error:
-        raise report(explain(error, keys, section)) from None
+    made = construct(section_from_words("algorithm", path, overrides))
     if not isinstance(made, Algorithm):
         raise ConfigError(f"'{path}' makes {_article(made)}, not an Algorithm")
     return made
@@ -76,23 +66,6 @@ def table(algorithm: Algorithm, findings: Sequence[Finding]) -> str:
         head = f"  {finding.name:<{width}}  {finding.verdict:<6}"
         lines += textwrap.wrap(f"{head}  {finding.note}".rstrip(), WIDTH, subsequent_indent=" " * (len(head) + 2))
     return "\n".join(lines)
-
-
-def _keys(overrides: Sequence[str]) -> Node:
-    parsed: dict[tuple[str, ...], Node] = {}
-    problems: list[Problem] = []
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        path = tuple(key.strip().split("."))
-        if not equals or not all(path):
-            raise ConfigError(f"{COMMAND_LINE}: override '{text}' is not of the form key=value")
-        node, found = read_text(value, COMMAND_LINE, ".".join(path))
-        parsed[path] = replace(node, origin=replace(node.origin, line=None))
-        problems += found
-    keys = as_layer(parsed, Node({}, Origin(COMMAND_LINE, None, "")), problems)
-    if problems:
-        raise report(problems)
-    return keys
 
 
 def _article(found: object) -> str:

@@ -212,9 +212,9 @@ def in_process(row, source):
 @pytest.mark.slow
 def test_small_changes_are_judged_as_by_the_tests_in_one_process(reward, rows):
     """Constants off by one and flipped comparisons: the verdict through two sandboxes is that of a plain call of the tests."""
-    pairs = [(row, source, in_process(row, source)) for row in rows for source in variants(row, 4)]
+    pairs = [(row, source, in_process(row, source)) for row in rows for source in variants(row, 6)]
     known = [(row, source, verdict) for row, source, verdict in pairs if verdict is not None]
-    assert sum(verdict is False for _, _, verdict in known) > 100
+    assert sum(verdict is False for _, _, verdict in known) > len(rows)
     outcomes = asyncio.run(judged(reward, [(row, source) for row, source, _ in known]))
     differ = [
         (row["task_id"], source, verdict, o)
