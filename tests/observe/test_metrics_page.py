@@ -1,0 +1,93 @@
+"""docs/metrics.md: every name that a run reports is there, and every name that is there is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet.build import build_policy, build_run
+from ratchet.config.kinds import KINDS, construct, resolve
+from ratchet.config.schema import RunConfig
+from ratchet.experience.measure import measure_groups
+from ratchet.loop import train
+from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.testing.synthetic import Draw
+from ratchet.testing.updates import Update, differentiated
+from ratchet.types import Failed, Scored
+
+TEACHER = {"teacher": "nowhere"}
+NEEDED: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"fixed_length": 8},
+    "distill_off_policy": TEACHER,
+    "distill_on_policy": TEACHER,
+    "on_policy_distillation": TEACHER,
+}
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("ppo", {"critic": {"value_clip": 0.1}, "kl": {"coef": 0.1, "place": "reward"}}),
+    ("grpo", {"kl": {"coef": 0.1}, "entropy_coef": 0.1, "positive_nll_coef": 0.1}),
+    ("on_policy_distillation", {**TEACHER, "teacher_tokens": "aligned"}),
+]
+SORTING = {"kind": "sorting", "digits": 3}
+
+
+def of_algorithm(kind: str, options: dict[str, Any]) -> Iterator[str]:
+    algorithm = construct(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **options}))
+    update = Update.of(algorithm, Draw(0).groups(algorithm))
+    yield from (f"batch/{name}" for name in update.batch.metrics)
+    for role, terms in algorithm.losses.items():
+        yield from (f"{role}/{term.name}" for term in terms if term.coef)
+        yield from (f"{role}/{name}" for name in differentiated(update, role, range(update.batch.n_sequences)).metrics)
+
+
+def of_run(kind: str) -> set[str]:
+    stage = {"name": "a", "algorithm": {"kind": kind}, "environment": SORTING, "steps": 1, "batch_size": 4}
+    settings = RunConfig.model_validate({
+        "threads": 1,
+        "device": "cpu",
+        "model": {"preset": "tiny", "overrides": {"hidden_size": 16, "n_layers": 1}},
+        "tokenizer": {"kind": "bytes"},
+        "stages": [{**stage, "sampling": {"max_new_tokens": 5}, "evaluation": {"tasks": 4, "samples": 1}}],
+    })  # fmt: skip
+    names: set[str] = set()
+    run = build_run(settings, 0, build_policy(settings), observers=[lambda step, metrics: names.update(metrics)])
+    asyncio.run(train(run))
+    return names
+
+
+def of_groups() -> dict[str, float]:
+    rows = [
+        make_trajectory([1], [2], outcome=Scored(1.0, {"math": 1.0})),
+        make_trajectory([1], [2], outcome=Failed("reward"), attempt=1),
+        make_trajectory([1], [2], reward=1.0, attempt=2, use="baseline"),
+    ]
+    return measure_groups([make_group("g", rows)])
+
+
+@pytest.fixture(scope="module")
+def reported() -> set[str]:
+    names = {f"rollout/{name}" for name in of_groups()}
+    for kind, options in [*((kind, {}) for kind in KINDS["algorithm"]), *MORE]:
+        names.update(of_algorithm(kind, options))
+    return names.union(*(of_run(kind) for kind in ("grpo", "sft", "reward_model", "score_regression", "process_reward")))
+
+
+@pytest.fixture(scope="module")
+def listed() -> list[str]:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+
+
+def means(pattern: str, name: str) -> bool:
+    loose = {"<part>": ".+", "<kind>": "[a-z_]+", "<role>": "(policy|critic)", "<term>": "[a-z_]+"}
+    return re.fullmatch(re.sub(r"<\w+>", lambda found: loose[found[0]], pattern), name) is not None
+
+
+def test_every_metric_is_listed_and_every_listed_one_is_reported(reported: set[str], listed: list[str]):
+    assert len(set(listed)) == len(listed) > 50
+    assert sorted(name for name in reported if not any(means(pattern, name) for pattern in listed)) == []
+    assert [pattern for pattern in listed if not any(means(pattern, name) for name in reported)] == []
