@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
-from oracles.cases import column, groups, outputs
+from oracles.cases import column, gradient, groups, outputs
 from oracles.ragged import Row, Span
 
 from ratchet.algorithms.advantages.common import std_by
@@ -17,6 +18,7 @@ from ratchet.algorithms.advantages.group import group_relative, remax, require_p
 from ratchet.algorithms.advantages.temporal import step_rewards, turn_returns
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.losses.base import row_mean, row_sum
+from ratchet.algorithms.losses.distillation import Objective, divergence
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce, topr
 from ratchet.algorithms.losses.preference import dpo, kto, odds_ratio, rewards_of, simpo
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward
@@ -229,3 +231,49 @@ def test_equal_numbers_have_no_spread_at_all_though_their_mean_is_a_hair_off():
     x = torch.tensor([0.1, 0.1, 0.1, 1.0, 3.0], dtype=torch.float64)
     assert x[:3].sum() / 3 != x[0]
     assert std_by((torch.tensor([0, 0, 0, 1, 1]), 3), x).tolist() == [0.0, pytest.approx(2**0.5), 0.0]
+
+
+# --- divergences over outcomes that one of the two excludes
+
+EXCLUDED = -math.inf
+HALF, QUARTER = math.log(1 / 2), math.log(1 / 4)
+
+
+def apart(teacher: list[float], student: list[float], **options) -> tuple[float, list[float]]:
+    """Divergence at the second token of a row, and its gradient by the student's log-probabilities."""
+    batch = pack(groups([Row("g", 0, [0, 0], [False, True], "unjudged")]))
+    batch = batch.fill_tokens(teacher_topk_logprobs=torch.tensor([teacher, teacher], dtype=torch.float64))
+    leaf = torch.tensor([student, student], dtype=torch.float64, requires_grad=True)
+    x_T, _ = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=leaf), batch, **options)
+    return x_T[1].item(), gradient(x_T[1], leaf)[1].tolist()
+
+
+def test_a_token_that_does_not_train_has_no_divergence():
+    batch = pack(groups([Row("g", 0, [0, 0, 0], [False, True, False], "unjudged")]))
+    batch = batch.fill_tokens(teacher_topk_logprobs=torch.tensor([[HALF, HALF]] * 3))
+    student_TK = torch.tensor([[QUARTER, math.log(3 / 4)]] * 3)
+    x_T, metrics = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=student_TK), batch)
+    expected = [0.0, pytest.approx(math.log(4 / 3) / 2), 0.0]
+    assert [x_T.tolist(), metrics["forward_kl"].tolist()] == [expected, expected]
+
+
+def test_what_the_teacher_excludes_counts_nothing_in_the_forward_divergence():
+    x, slopes = apart([HALF, HALF, EXCLUDED], [QUARTER, HALF, QUARTER], objective="forward")
+    assert x == pytest.approx(math.log(2) / 2)
+    assert slopes == [-0.5, -0.5, 0.0]
+
+
+def test_what_the_student_excludes_counts_nothing_in_the_reverse_divergence():
+    x, slopes = apart([HALF, QUARTER, QUARTER], [HALF, HALF, EXCLUDED], objective="reverse")
+    assert x == pytest.approx(math.log(2) / 2)
+    assert slopes == [pytest.approx(0.5), pytest.approx((1 + math.log(2)) / 2), 0.0]
+
+
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_an_outcome_that_both_exclude_changes_no_divergence(objective: Objective):
+    teacher, student = [HALF, HALF], [QUARTER, math.log(3 / 4)]
+    x, slopes = apart(teacher, student, objective=objective, mix=0.25)
+    padded, padded_slopes = apart([*teacher, EXCLUDED], [*student, EXCLUDED], objective=objective, mix=0.25)
+    assert math.isfinite(x)
+    assert padded == pytest.approx(x)
+    assert padded_slopes == [*(pytest.approx(slope) for slope in slopes), 0.0]
