@@ -77,9 +77,10 @@ def gae(
 def _explained_variance(batch: Batch, values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
     counted_T = batch.trainable_T & batch.scored_S[batch.sequence_T]
     values_N, returns_N = values_T[counted_T], returns_T[counted_T]
-    scale = float(torch.cat([values_N, returns_N]).abs().max()) if len(returns_N) else 0.0
+    if len(returns_N) == 0:
+        return {}
     # What rounding leaves of equal returns is no spread: they are the values and what is added to them.
-    if len(returns_N) == 0 or float(returns_N.max() - returns_N.min()) <= 1e-12 * scale:
+    if float(returns_N.max() - returns_N.min()) <= 1e-12 * float(torch.cat([values_N, returns_N]).abs().max()):
         return {}
     unexplained = (returns_N - values_N).var(correction=0) / returns_N.var(correction=0)
     return {"value/explained_variance": 1 - float(unexplained)}
