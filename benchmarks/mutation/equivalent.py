@@ -11,6 +11,7 @@ GROUP = "ratchet/algorithms/advantages/group.py"
 BASE = "ratchet/algorithms/base.py"
 POLICY = "ratchet/algorithms/losses/policy.py"
 REWARD_MODEL = "ratchet/algorithms/losses/reward_model.py"
+DISTILLATION = "ratchet/algorithms/losses/distillation.py"
 CORRECTION = "ratchet/algorithms/correction.py"
 TEACHER = "ratchet/algorithms/advantages/teacher.py"
 TEMPORAL = "ratchet/algorithms/advantages/temporal.py"
@@ -22,8 +23,7 @@ EQUIVALENT: Table = {
     (
         BASE,
         "Term.__call__",
-        "loss = coef * (weight * torch.where(active, x, 0.0)).sum() -> "
-        "loss = coef * (weight * torch.where(active, x, 1.0)).sum()",
+        "coef * (weight * torch.where(active, x, 0.0)).sum() -> coef * (weight * torch.where(active, x, 1.0)).sum()",
     ): ZERO_WEIGHT,
     (
         BASE,
@@ -74,6 +74,17 @@ EQUIVALENT: Table = {
         "step_rewards",
         "has_S = last_S >= 0 -> has_S = last_S >= 1",
     ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing predicts it",
+    (
+        TEMPORAL,
+        "_explained_variance",
+        "(returns_N - values_N).var(correction=0) / returns_N.var(correction=0) -> "
+        "(values_N - returns_N).var(correction=0) / returns_N.var(correction=0)",
+    ): "the variance of -x is that of x",
+    (
+        DISTILLATION,
+        "kl",
+        "safe_NK = torch.where(there_NK, p_NK, 0.0) -> safe_NK = torch.where(there_NK, p_NK, 1.0)",
+    ): "any finite number will do: what comes of it is masked in the next line",
     (
         GROUP,
         "gdpo",

@@ -91,8 +91,11 @@ def test_the_share_of_the_returns_spread_that_the_critic_explains():
     assert same.metrics == batch.metrics
 
 
-def test_where_returns_are_all_equal_there_is_no_spread_to_explain():
-    row = agent((3, None, ""), reward=0.1, values=[0, 1 / 3, 2 / 7, 3])  # 0.1 but for rounding
+@pytest.mark.parametrize("values", [[1 / 3, 2 / 7, 3], [1 / 3, 0, 3]])
+@pytest.mark.parametrize("factor", [1.0, -1.0, 1e6])
+def test_where_returns_are_all_equal_there_is_no_spread_to_explain(values: list[float], factor: float):
+    # The returns are 0.1 but for rounding.
+    row = agent((3, None, ""), reward=factor * 0.1, values=[0, *(factor * value for value in values)])
     for rows in ([row], [replace(row, ending="unjudged", reward=None)]):
         batch = gae(filled(rows, "values", "bootstrap_values"), AlgoState(), value_lam=1.0)
         assert "value/explained_variance" not in batch.metrics
