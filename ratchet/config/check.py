@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.config.validate import context_of
 
@@ -31,6 +33,7 @@ def describe(config: RunConfig) -> str:
 def _stage(stage: StageConfig, first: int) -> list[str]:
     rows = [
         ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
+        ("teacher", _teacher(stage)),
         ("rewards", ", ".join(_kind(reward) for reward in stage.rewards) or "the environment's own"),
         ("batch", _batch(stage)),
         ("updates", _updates(stage)),
@@ -38,9 +41,18 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
         ("evaluation", _evaluation(stage, first)),
         ("checkpoints", _checkpoints(stage, first)),
     ]
-    if stage.source not in ("rollouts", None):
-        rows = [row for row in rows if row[0] != "rewards"]
+    hidden = {name for name, text in rows if not text}
+    if stage.source not in ("rollouts", None) or (not stage.rewards and not getattr(stage.algorithm, "reads_reward", True)):
+        hidden.add("rewards")
+    rows = [row for row in rows if row[0] not in hidden]
     return ["  " + ROW.format(name, text) for name, text in rows]
+
+
+def _teacher(stage: StageConfig) -> str:
+    """A directory that is not there is no mistake yet: another run may have to make it first."""
+    given = getattr(stage.algorithm, "teacher", None) or {}
+    paths = dict.fromkeys([given] if isinstance(given, str) else given.values())
+    return ", ".join(path if Path(path).is_dir() else f"{path} (no directory here)" for path in paths)
 
 
 def _batch(stage: StageConfig) -> str:

@@ -57,3 +57,10 @@ def test_a_mark_on_the_last_step_is_not_counted_twice():
     text = describe(run(stage(name="rl", steps=100, evaluation={"every": 50}, checkpoint={"every": 50})))
     assert "evaluation    before, after and 1 time between" in text
     assert "checkpoints   2 written" in text
+
+
+def test_a_teacher_that_is_not_there_yet_is_said(tmp_path):
+    teacher = {"a": str(tmp_path), "b": "runs/none/model", "c": str(tmp_path)}
+    text = describe(run(stage(name="d", algorithm={"kind": "distill_on_policy", "teacher": teacher})))
+    assert f"  teacher       {tmp_path}, runs/none/model (no directory here)\n" in text
+    assert "teacher" not in describe(run(stage(name="rl")))
