@@ -2,9 +2,10 @@
 
     python benchmarks/sandbox.py [--slots 2] [--runs 200] [--rounds 5] [--at-most namespaces|landlock]
 
-Both read a number and print its double, as many at once as there are slots, in turn, round after round: what disturbs one side
-of a round disturbs the other too. Prints one JSON line (the ratio is the median over the rounds, above 1: the sandbox is
-faster) and a table. Exits 1 below --floor executions a second.
+All read a number and print its double, as many at once as there are slots, in turn, round after round: what disturbs one side
+of a round disturbs the others too. The third side is the reward `code`, over a sandbox of its own. Prints one JSON line (the
+ratios are the medians over the rounds; ratio above 1: the sandbox is faster than bare; reward_ratio: of the reward to the
+sandbox alone) and a table. Exits 1 below --floor executions a second.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ratchet.rewards.code import Code
+from ratchet.rewards.config import CodeConfig
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, passed
+from ratchet.testing import answered
+from ratchet.types import Scored, Task
 
 SOURCE, STDIN, ANSWER = "print(int(input()) * 2)", b"21\n", b"42\n"
 
@@ -62,12 +67,21 @@ async def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     async def theirs() -> None:
         await asyncio.get_running_loop().run_in_executor(threads, bare)
 
-    sides: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (ours, theirs)
+    reward = Code(CodeConfig(workers=chosen.slots, timeout_s=20))
+    task = Task("double", (), meta={"tests": [{"stdin": STDIN.decode(), "stdout": ANSWER.decode()}]})
+
+    async def judged() -> None:
+        (outcome,) = await reward.score([answered(task, SOURCE)], task)
+        assert isinstance(outcome, Scored), outcome
+        assert outcome.reward == 1.0, outcome
+
+    sides: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (ours, theirs, judged)
     for side in sides:
         await rate(side, 2 * chosen.slots)  # each slot starts its fork server
     seconds.clear()
     rounds = [[await rate(side, chosen.runs) for side in sides] for _ in range(chosen.rounds)]
     sandbox.close()
+    reward.sandbox.close()
     threads.shutdown()
     cuts = statistics.quantiles(seconds, n=20)
     return {
@@ -78,7 +92,9 @@ async def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         "rounds": chosen.rounds,
         "sandbox_per_s": round(statistics.median(r[0] for r in rounds), 1),
         "bare_per_s": round(statistics.median(r[1] for r in rounds), 1),
+        "reward_per_s": round(statistics.median(r[2] for r in rounds), 1),
         "ratio": round(statistics.median(r[0] / r[1] for r in rounds), 2),
+        "reward_ratio": round(statistics.median(r[2] / r[0] for r in rounds), 2),
         "p50_ms": round(cuts[9] * 1000, 2),
         "p95_ms": round(cuts[18] * 1000, 2),
     }
@@ -89,7 +105,7 @@ def main() -> int:
     found = asyncio.run(measure(chosen))
     print(json.dumps(found))
     print(f"\n{'':12} {'executions/s':>14}")
-    for side in ("sandbox", "bare"):
+    for side in ("sandbox", "bare", "reward"):
         print(f"{side:12} {found[side + '_per_s']:14}")
     print(f"{'ratio':12} {found['ratio']:14}   (of {found['isolation']}, p50 {found['p50_ms']} ms, p95 {found['p95_ms']} ms)")
     return int(found["sandbox_per_s"] < chosen.floor)

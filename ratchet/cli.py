@@ -87,6 +87,25 @@ def chat(
 
 
 @app.command()
+def score(
+    file: Annotated[
+        Path, typer.Argument(help="JSON lines: prompt, response, answer; or what the reward reads beside response.")
+    ],
+    keys: Annotated[list[str] | None, typer.Argument(help="Keys of the reward: timeout_s=5")] = None,
+    reward: Annotated[str, typer.Option(help="A kind of reward, or the path of yours: my_pkg.my_mod:thing")] = "",
+    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each row, in place of the summary.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Rows judged at once; default: the cores of this machine.")] = None,
+) -> None:
+    """Apply a reward to the answers in a file."""
+    from ratchet.executors.machine import usable_cores
+    from ratchet.tools.score import score_file
+
+    if not reward:
+        raise ConfigError("--reward is missing: give a kind (exact_match, math, code, ...) or the path of your own")
+    score_file(file, reward, keys or [], as_json=json, workers=workers or usable_cores())
+
+
+@app.command()
 def doctor() -> None:
     """What is installed, what is missing and how to get it, and what this machine offers."""
     from ratchet.tools.doctor import report
