@@ -154,13 +154,22 @@ def test_the_source_rules_allow() -> None:
     assert list(violations("import os\nos.environ['A']", may_read_environment=True)) == []
 
 
+# What runs in the sandbox executes untrusted programs; what it runs is compiled before it gets there, and never read here.
+EXEMPT = {
+    "sandbox/inside/child.py": "exec(",
+    "rewards/code_inside.py": "exec(",
+    "rewards/code_function.py": "import marshal",
+}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_source_keeps_the_house_rules(path: Path) -> None:
     inside = path.relative_to(ROOT / "ratchet")
-    confined = inside.as_posix() == "sandbox/inside/child.py"  # where untrusted programs run: it clears its environment first
-    may_read_environment = inside.as_posix() == "cli.py" or inside.parts[0] == "executors" or confined
+    clears_it = inside.as_posix() == "sandbox/inside/child.py"  # before an untrusted program starts
+    may_read_environment = inside.as_posix() == "cli.py" or inside.parts[0] == "executors" or clears_it
     found = list(violations(path.read_text(encoding="utf-8"), may_read_environment=may_read_environment))
-    assert [line for line in found if not (confined and line.endswith("exec("))] == []
+    exempt = EXEMPT.get(inside.as_posix())
+    assert [line for line in found if exempt is None or not line.endswith(exempt)] == []
 
 
 # --- recipes and version

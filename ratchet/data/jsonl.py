@@ -46,20 +46,24 @@ def each_line(path: str | Path, columns: Mapping[str, type] | None = None) -> It
     try:
         with path.open("rb") as file:
             for line, raw in enumerate(file, start=1):
-                start, offset = offset, offset + len(raw)
-                try:
-                    text = _decode(raw, path, line, start)
-                    if not text or text.isspace():
-                        continue
-                    values = _parse(text, path, line, columns or {})
-                except DataError as error:
-                    values = error
-                rows += 1
-                yield line, values
+                values = _line(raw, path, line, offset, columns or {})
+                offset += len(raw)
+                if values is not None:
+                    rows += 1
+                    yield line, values
     except OSError as error:
         raise DataError(f"{path}: can't be read: {error.strerror}") from error
     if not rows:
         raise DataError(f"{path}: the file holds no rows")
+
+
+def _line(raw: bytes, path: Path, line: int, offset: int, columns: Mapping[str, type]) -> dict[str, Any] | DataError | None:
+    """None for a blank line."""
+    try:
+        text = _decode(raw, path, line, offset)
+        return _parse(text, path, line, columns) if text and not text.isspace() else None
+    except DataError as error:
+        return error
 
 
 def fingerprint(path: str | Path) -> str:

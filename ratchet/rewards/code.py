@@ -49,8 +49,8 @@ class Code(AnswerReward):
             return self._scored({"wrong": 1}, 1)
         if isinstance(tests, FunctionTask):
             verdict = await self._functions.judge(program, tests)
-            if self.config.credit == "share" and verdict.end in ("passed", "wrong"):
-                return self._scored({"passed": verdict.held, "wrong": verdict.broken}, verdict.held + verdict.broken)
+            if self.config.credit == "share" and verdict.end != "passed":
+                return self._scored({"passed": verdict.held, verdict.end: verdict.broken}, verdict.held + verdict.broken)
             return self._scored({verdict.end: 1}, 1)
         return await self._run(program, tests)
 

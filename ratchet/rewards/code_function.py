@@ -39,7 +39,8 @@ class Verdict:
 
 
 def _script(entry: str) -> str:
-    """`code_inside` with a call of `entry` at its end, compiled here once and not at each execution."""
+    """`code_inside` with a call of `entry` at its end, compiled here once: 4 ms, as much as the rest of an execution. The
+    sandbox runs this very Python, so it reads what this one writes; nothing is ever read back."""
     source = files("ratchet.rewards").joinpath("code_inside.py").read_text(encoding="utf-8")
     code = compile(f"{source}\n\n{entry}()\n", "ratchet", "exec", dont_inherit=True)
     return f"import marshal\nexec(marshal.loads({marshal.dumps(code)!r}))"

@@ -89,6 +89,16 @@ def test_anything_else_fails_the_attempt_and_names_function_and_value(value):
     assert value == 10**400 or repr(value) in outcome.detail
 
 
+def test_parts_that_need_not_sum_to_the_reward():
+    assert judge(lambda trajectory, task: Scored(1, {"tried": 3, "share": 0.5}), "x") == [
+        Scored(1.0, {"tried": 3.0, "share": 0.5})
+    ]
+    for verdict in (Scored(float("nan")), Scored(1.0, {"share": float("inf")})):
+        (outcome,) = judge(lambda trajectory, task, verdict=verdict: verdict, "x")
+        assert isinstance(outcome, Failed)
+        assert "must return a finite float" in outcome.detail
+
+
 def test_an_exception_fails_its_trajectory_alone_with_the_traceback():
     def fragile(trajectory, task):
         return 1 / len(answer_text(trajectory))

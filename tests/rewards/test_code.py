@@ -251,6 +251,8 @@ def test_a_share_of_the_assertions(made):
     )
     reward = made(credit="share")
     assert judge(reward, function(test), "def f(x): return 2 * x") == Scored(0.75, parts(passed=0.75, wrong=0.25))
+    late = "def f(x):\n    while x > 2: pass\n    return 2 * x"
+    assert judge(reward, function(test), late) == Scored(0.5, parts(passed=0.5, limit=0.5))
     assert judge(reward, function(test), "def f(x): return 2") == Scored(0.25, parts(passed=0.25, wrong=0.75))
 
 
