@@ -44,7 +44,6 @@ def make_roles(
     section: of the learners. steps: batches of the stage. Raises ConfigError as `check_roles` does.
     """
     check_roles(model, tokenizer, algorithm)
-    total = steps * algorithm.updates_per_batch
     first = next(model.parameters())
     device, dtype = first.device, first.dtype
 
@@ -56,7 +55,7 @@ def make_roles(
             section,
             body if trains else body.requires_grad_(False),
             optimizer=own if trains else None,
-            total_steps=total,
+            total_steps=(steps - algorithm.warmup.get(name, 0)) * algorithm.updates_per_batch,
             unit=algorithm.unit,
             head=head,
             autocast=device.type == "cuda",

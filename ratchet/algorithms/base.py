@@ -221,5 +221,6 @@ class Algorithm:
 
     def observe(self, state: AlgoState, metrics: Mapping[str, float]) -> None:
         """After a step: `metrics` are means over its optimizer steps, by "role/term/name" and "batch/name"."""
+        if state.step >= self.warmup.get("policy", 0):  # before that nothing moved that could be adapted to
+            self.adapt(state, metrics)
         state.step += 1
-        self.adapt(state, metrics)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.config.policy_losses import At
 from ratchet.algorithms.losses.base import Metrics
 from ratchet.batch import Batch
 from ratchet.interfaces import Outputs
-
-At = Literal["none", "token", "turn", "sequence", "geometric"]
 
 
 def correct(

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ratchet.algorithms.advantages.common import attempts_of, equal_by
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 
@@ -18,11 +17,11 @@ def keep_rows(batch: Batch, kept_S: Tensor) -> Batch:
     return replace(batch, train_S=batch.train_S & kept_S, trainable_T=batch.trainable_T & kept_S[batch.sequence_T])
 
 
-def drop_equal_rewards(batch: Batch, state: AlgoState) -> Batch:
-    """Groups whose attempts all earned the same have no group-relative signal, and would only dilute means over the batch (the
-    filter of DAPO, arXiv:2503.14476, section 3.2, without its resampling)."""
-    attempts = attempts_of(batch)
-    return keep_rows(batch, ~equal_by(attempts.groups, attempts.returns_A)[batch.group_S])
+def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
+    """Groups whose advantages are all 0, as those of equal rewards, have no signal and would only dilute means over the batch
+    (the filter of DAPO, arXiv:2503.14476, section 3.2, without its resampling). Of several rewards, each has to be equal."""
+    loud_S = batch.sequence_sum((batch.need("advantages") != 0).double())
+    return keep_rows(batch, (batch.group_sum(loud_S) > 0)[batch.group_S])
 
 
 def drop_truncated(batch: Batch, state: AlgoState) -> Batch:

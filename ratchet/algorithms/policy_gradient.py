@@ -12,11 +12,12 @@ from ratchet.algorithms.config.advantages import Mixture
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.correction import corrected
-from ratchet.algorithms.filters import drop_equal_rewards, drop_truncated
+from ratchet.algorithms.filters import drop_silent_groups, drop_truncated
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_penalty
 from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
+from ratchet.algorithms.shaping import keep_judged
 from ratchet.algorithms.teachers import asked_of
-from ratchet.algorithms.weightings import WEIGHTINGS, fixed_length, positive_mean, token_mean
+from ratchet.algorithms.weightings import WEIGHTINGS, fixed_length, positive_mean, valued_mean
 from ratchet.batch import Batch
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct
@@ -41,7 +42,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         warmup["policy"] = config.critic.warmup_steps
         passes += [Pass("critic", "values", "values"), Pass("critic", "scores", "bootstrap_values", level="sequence")]
         value = partial(value_loss, clip=config.critic.value_clip)
-        losses["critic"] = (Term("value", value, token_mean, needs=frozenset({"values"})),)
+        losses["critic"] = (Term("value", value, valued_mean, needs=frozenset({"values"})),)
     sampler = config.old_logprobs == "sampler"
     return Algorithm(
         name=config.called,
@@ -93,7 +94,7 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
     kl = config.kl
     if kl.coef > 0 and kl.place == "loss":
         penalty: TermFunction = partial(kl_penalty, objective=kl.objective, estimator=kl.estimator or "k3")
-        if config.correction is not None and level == "token":
+        if config.correction is not None:
             penalty = partial(corrected, fn=penalty)
         terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))
     # Measured always: what the policy's entropy does says whether it still explores.
@@ -107,12 +108,14 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
 def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     """Shaping, the KL in the reward, the estimator; then filters, and what is done to advantages."""
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
+    if config.positive_nll_coef > 0:
+        steps.append(keep_judged)
     steps += [construct(part) for part in config.shaping]
     if config.kl.coef > 0:
         steps.append(partial({"reward": kl_in_reward, "loss": kl_in_loss}[config.kl.place], coef=config.kl.coef))
     steps.append(construct(config.advantage))
     if config.equal_rewards == "drop":
-        steps.append(drop_equal_rewards)
+        steps.append(drop_silent_groups)
     if config.truncated == "drop":
         steps.append(drop_truncated)
     if config.correction is not None:
@@ -140,7 +143,8 @@ def adapt_coef(state: AlgoState, metrics: Mapping[str, float], *, coef: float, m
 def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:
     """What the parts say, and what options of the algorithm take away."""
     parts: tuple[Section, ...] = (*config.estimators, *config.shaping, config.loss)
-    exempt: dict[str, str] = {}
-    for part in parts:
-        exempt |= getattr(part, "exempt", {})
-    return exempt
+    found: list[Mapping[str, str]] = []
+    if config.kl.coef > 0 and config.kl.place == "reward":
+        found += [getattr(part, "exempt_under_kl", {}) for part in config.estimators]
+    found += [getattr(part, "exempt", {}) for part in parts]
+    return {name: reason for exempt in found for name, reason in exempt.items()}

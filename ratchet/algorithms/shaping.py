@@ -17,6 +17,8 @@ from ratchet.algorithms.advantages.group import require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 
+ENVIRONMENT = "environment"  # name of the reward's part that turns gave
+
 
 def answer_lengths(batch: Batch) -> Tensor:
     """|y| of each row's attempt, float64 [S]."""
@@ -24,6 +26,11 @@ def answer_lengths(batch: Batch) -> Tensor:
     pairs, attempt_S = torch.unique(keys, dim=0, return_inverse=True)
     written_S = batch.sequence_sum((batch.turn_T >= 0).double())
     return sum_by(attempt_S, written_S, len(pairs))[attempt_S]
+
+
+def keep_judged(batch: Batch, state: AlgoState) -> Batch:
+    """Keeps the reward as it was judged in the column `judged_rewards` [S], for what asks whether an answer was right."""
+    return batch.fill_sequences(judged_rewards=batch.rewards_S)
 
 
 def overlong_penalty(batch: Batch, state: AlgoState, *, max_length: int, buffer: int, factor: float = 1.0) -> Batch:
@@ -50,17 +57,21 @@ def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
 
 
 def clip_rewards(batch: Batch, state: AlgoState, *, low: float | None = None, high: float | None = None) -> Batch:
+    """r into [low, high], the reward of the whole attempt. Where turns have rewards of their own they stay, and the last step
+    bears what was cut off, so that the steps of a row still sum to its reward."""
     return _with(batch, batch.rewards_S.clamp(low, high))
 
 
 def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, float]) -> Batch:
-    """r = sum of weight * part; a part that a row lacks is 0. Raises ConfigError where no row of the batch has such a part."""
+    """r = sum of weight * part; a part that a row lacks is 0. The rewards of turns are the part "environment", and get its
+    weight. Raises ConfigError where no row of the batch has such a part."""
     if not batch.n_sequences:
         return batch
     names = [name.removeprefix("reward/") for name in batch.sequence_columns if name.startswith("reward/")]
     require_parts(names, weights)
     total_S = sum(weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items())
-    return _with(batch, torch.where(batch.scored_S, total_S, torch.nan))
+    weighed = replace(batch, turn_rewards_T=weights.get(ENVIRONMENT, 0.0) * batch.turn_rewards_T)
+    return _with(weighed, torch.where(batch.scored_S, total_S, torch.nan))
 
 
 def normalise_rewards(
@@ -72,7 +83,8 @@ def normalise_rewards(
     epsilon: float = 1e-6,
 ) -> Batch:
     """r = (r - mean) / (std + epsilon), statistics over scored training attempts: of the row's group, of the batch, or of all
-    batches so far (Welford, in `state`). ddof 1; equal rewards, or a lone one, are only centred. center=False: only scaled."""
+    batches so far (Welford, in `state`). ddof 1; equal rewards, or a lone one, are only centred. center=False: only scaled.
+    The rewards of turns are scaled alike; the mean is taken off at the row's last step."""
     attempts = attempts_of(batch)
     rewards_A = attempts.rewards_A
     if over == "running":
@@ -84,7 +96,8 @@ def normalise_rewards(
             by, row_S = whole(rewards_A), torch.zeros_like(batch.group_S)
         mean_S, std_S = mean_by(by, rewards_A)[row_S], std_by(by, rewards_A)[row_S]
     divisor_S = torch.where(std_S > 0, std_S + epsilon, 1.0)
-    return _with(batch, (batch.rewards_S - (mean_S if center else 0.0)) / divisor_S)
+    scaled = replace(batch, turn_rewards_T=batch.turn_rewards_T / divisor_S[batch.sequence_T])
+    return _with(scaled, (batch.rewards_S - (mean_S if center else 0.0)) / divisor_S)
 
 
 def _running(state: AlgoState, new: Tensor) -> tuple[float, float]:

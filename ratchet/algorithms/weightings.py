@@ -48,9 +48,15 @@ def fixed_length(batch: Batch, *, length: int) -> Tensor:
 
 
 def positive_mean(batch: Batch, *, above: float = 0.0) -> Tensor:
-    """Token mean over the rows whose reward is above a threshold: the likelihood of correct answers, as VAPO's
-    (arXiv:2504.05118, section 4.3). Sums to 1."""
-    return _mean_over(batch.trainable_T & (batch.rewards_S > above)[batch.sequence_T])
+    """Token mean over the rows whose reward, as judged and before any shaping, is above a threshold: the likelihood of correct
+    answers, as VAPO's (arXiv:2504.05118, section 4.3). Sums to 1."""
+    return _mean_over(batch.trainable_T & (batch.need("judged_rewards") > above)[batch.sequence_T])
+
+
+def valued_mean(batch: Batch) -> Tensor:
+    """Token mean over the steps that have a return, for a critic: those that filters took from the policy's loss are as good
+    for it as others. Sums to 1."""
+    return _mean_over(batch.need("valued"))
 
 
 def chosen_mean(batch: Batch) -> Tensor:

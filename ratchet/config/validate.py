@@ -138,6 +138,17 @@ def _schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _critic(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    warmup = getattr(getattr(stage.algorithm, "critic", None), "warmup_steps", 0)
+    if warmup >= stage.steps:
+        yield _clash(
+            f"algorithm.critic.warmup_steps={warmup} leaves the policy none of the stage's {stage.steps} steps: lower it, or "
+            "raise steps",
+            "algorithm.critic.warmup_steps",
+            "steps",
+        )
+
+
 def _sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.source != "rollouts":
         return
@@ -263,6 +274,7 @@ def _kind(stage: StageConfig) -> str:
 STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
     _batch,
     _schedule,
+    _critic,
     _sampling,
     _context,
     _evaluation,

@@ -165,7 +165,7 @@ class LocalLearner:
     def _outputs(self, micro: Batch, needs: Collection[str], *, measured: Collection[str] = ()) -> Outputs:
         given = micro.has("teacher_ids")
         wanted = Wanted.among(needs, given_ids=given, shared=self.shared_vocab, measured=measured)
-        columns = self._columns(micro, micro.trainable_T, needs, wanted)
+        columns = self._columns(micro, micro.predicted_T, needs, wanted)
         if "old_logprobs" in needs:
             own = micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
             columns["old_logprobs"] = own.detach()

@@ -283,7 +283,7 @@ def _check_policy_gradient(term: Term, update: Update, gained: dict[str, Tensor]
 def _equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     for draw in draws:
         groups = replace(draw, equal=True).groups(algorithm)
-        advantages_T = _advantages(Update.of(algorithm, groups, on_policy=True).batch)
+        advantages_T = _advantages(Update.of(algorithm, groups).batch)
         largest = float(advantages_T.abs().max())
         _hold(not advantages_T.any(), f"rewards are equal in every group, and advantages reach {largest:.2g}")
 
@@ -292,7 +292,7 @@ def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     for draw in draws:
         groups = replace(draw, attempts=1).groups(algorithm)
         try:
-            update = Update.of(algorithm, groups, on_policy=True)
+            update = Update.of(algorithm, groups)
             for role in algorithm.losses:
                 differentiated(update, role, range(update.batch.n_sequences))
         except RatchetError as error:

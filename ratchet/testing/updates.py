@@ -67,11 +67,8 @@ class Update:
         }
 
     def with_columns(self, **columns: Tensor) -> Update:
-        """With other token columns, the same weights, and without advantages by row that would say something else."""
-        rows = {name: column for name, column in self.batch.sequence_columns.items() if name != "advantages_S"}
-        if self.batch.has("advantages_S"):
-            rows["advantages_S"] = torch.zeros_like(self.batch.need("advantages_S"))
-        return replace(self, batch=replace(self.batch, sequence_columns=rows).fill_tokens(**columns))
+        """With other token columns, and the same weights."""
+        return replace(self, batch=self.batch.fill_tokens(**columns))
 
     def with_other_tokens(self, row: int) -> Update:
         """All other rows have other tokens, and whoever was asked about them says other things."""

@@ -48,7 +48,6 @@ def test_a_mixture_equals_the_oracle(rows: list[Row], first: float, second: floa
     found = batch.need("advantages")
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, column(kept(rows, expected)), rtol=1e-10, atol=1e-10)
-    assert not batch.has("advantages_S")
     assert batch.has("returns")
 
 

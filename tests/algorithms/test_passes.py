@@ -173,6 +173,7 @@ def test_the_kl_coefficient_follows_what_is_measured(place: str, metric: str):
 def test_an_adapted_coefficient_is_the_one_that_weighs():
     algo = algorithm(kl={"coef": 0.1, "target": 0.5})
     made = batch([""])
+    made = made.fill_tokens(valued=made.trainable_T)
     assert algo.weigh(made, AlgoState()).weights["kl"].coef == 0.1
     assert algo.weigh(made, AlgoState(numbers={"coef/kl": 0.7})).weights["kl"].coef == 0.7
     assert algo.weigh(made, AlgoState(numbers={"coef/kl": 0.7})).weights["policy_gradient"].coef == 1.0

@@ -45,6 +45,20 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"shaping": [{"kind": "clip"}]}, "set one of them, or remove it"),
     ("grpo", {"shaping": [{"kind": "clip", "low": 1.0, "high": 0.0}]}, "low=1 is not below high=0"),
     ("grpo", {"shaping": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 5}]}, "buffer=5 is more than max_length=4"),
+    ("reinforce_pp", {"advantage": {"baseline": "group"}}, "set group_size=2 or more"),
+    ("ppo", {"shaping": [{"kind": "normalise", "over": "group"}]}, "set group_size=2 or more"),
+    ("policy_gradient", {"group_size": 1, "advantage": {"kind": "turn_returns", "baseline": "group"}}, "set group_size=2"),
+    ("ppo", {"equal_rewards": "drop"}, "advantage gae has one for groups of equal rewards too: set equal_rewards=keep"),
+    ("reinforce_pp", {"equal_rewards": "drop"}, "set equal_rewards=keep"),
+    ("remax", {"equal_rewards": "drop", "group_size": 4}, "set equal_rewards=keep"),
+    ("on_policy_distillation", {"teacher": "x", "equal_rewards": "drop"}, "set equal_rewards=keep"),
+    ("rloo", {"equal_rewards": "drop", "kl": {"coef": 0.1, "place": "reward"}}, "every group has one: set kl.place=loss"),
+    ("grpo", {"kl": {"coef": 0.1, "place": "reward"}}, "set advantage.scale=none, or kl.place=loss"),
+    ("gdpo", {"kl": {"coef": 0.1, "place": "reward"}}, "kl.place=reward changes the reward of an attempt"),
+    ("gdpo", {"shaping": [{"kind": "scale", "factor": 2}]}, "shaping changes the reward"),
+    ("on_policy_distillation", {"teacher": "x", "shaping": [{"kind": "scale", "factor": 2}]}, "shaping changes the reward"),
+    ("vapo", {"advantage": {"lam": 0.5}}, "lam is not read with length_alpha and value_lam"),
+    ("ppo", {"advantage": {"kind": "mixture", "parts": [{"kind": "gae"}, {"kind": "gae"}]}}, "gae twice"),
     ("distill_off_policy", {"teacher": "x", "mix": 0.3}, "mix is not read with objective=forward"),
 ]  # fmt: skip
 
@@ -72,6 +86,7 @@ STAGES: list[tuple[RunConfig, str]] = [
     (recipe({"kind": "dpo"}, environment={"kind": "countdown"}), "learns from pairs, which environment countdown doesn't have"),
     (recipe({"kind": "process_reward"}, environment={"kind": "countdown"}), "learns from steps"),
     (recipe({"kind": "kto"}, batch_size=1), "set batch_size=2 or more"),
+    (recipe({"kind": "vapo"}, steps=50), "warmup_steps=50 leaves the policy none of the stage's 50 steps"),
     (recipe({"kind": "grpo"}, sampling={"top_p": 0.9}), "or algorithm.correction where it has one"),
     (recipe({"kind": "grpo"}, sampling={"temperature": 0.0}), "set it above 0"),
     (
@@ -90,6 +105,8 @@ def test_a_stage_that_contradicts_itself_is_refused(config: RunConfig, message: 
     "config",
     [
         recipe({"kind": "dpo"}),
+        recipe({"kind": "vapo"}, steps=51),
+        recipe({"kind": "decoupled_ppo", "correction": {"weight": "none", "mask": "token"}}),
         recipe({"kind": "grpo", "correction": {}}, sampling={"top_p": 0.9}),
         recipe({"kind": "grpo", "shaping": [{"kind": "overlong_penalty", "max_length": 9, "buffer": 3}]}),
     ],

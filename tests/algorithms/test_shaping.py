@@ -17,6 +17,7 @@ from oracles.cases import column, episodes, filled, kept
 from oracles.ragged import Row, Span
 
 from ratchet.algorithms import shaping
+from ratchet.algorithms.advantages.temporal import step_rewards
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError, DataError
@@ -237,3 +238,35 @@ def test_what_nobody_judged_has_no_reward_afterwards_either(shape: Callable[...,
 @pytest.mark.parametrize("shape", ALL)
 def test_a_batch_that_lost_all_its_rows_goes_through(shape: Callable[..., Batch]):
     assert rewards(shape(filled(attempts(None, ending="failed")), AlgoState())) == []
+
+
+def turned(*rewards: float, of_turns: tuple[float, ...]) -> Batch:
+    """An attempt for each reward, all of turns of two tokens that earned `of_turns`."""
+    turns = [Span(1 + 2 * i, 3 + 2 * i, reward) for i, reward in enumerate(of_turns)]
+    n, parts = 1 + 2 * len(turns), {"environment": sum(of_turns), "form": 1.0}
+    trained = [False] + [True] * (n - 1)
+    return filled([Row("g", i, [1] * n, trained, reward=r, turns=turns, parts=parts) for i, r in enumerate(rewards)])
+
+
+def steps_of(batch: Batch) -> list[float]:
+    """What the first row's turns of two tokens end with."""
+    return step_rewards(batch)[2 : batch.lengths_S[0] : 2].tolist()
+
+
+def test_normalising_scales_the_rewards_of_turns_and_centres_at_the_end():
+    # rewards 3 and 1: mean 2, deviation sqrt(2); the first is 1 / sqrt(2) then, half of which its first turn earned
+    batch = shaping.normalise_rewards(turned(3.0, 1.0, of_turns=(0.5, 0.25)), AlgoState(), over="batch", epsilon=1e-12)
+    assert steps_of(batch) == pytest.approx([0.5 / 2**0.5, 0.5 / 2**0.5])
+
+
+def test_the_rewards_of_turns_get_the_weight_of_their_part():
+    # 2 * 0.75 - 1 * 1: the first turn's 2 * 0.5, then 2 * 0.25 - 1
+    batch = shaping.component_weights(
+        turned(1.75, of_turns=(0.5, 0.25)), AlgoState(), weights={"environment": 2.0, "form": -1.0}
+    )
+    assert steps_of(batch) == pytest.approx([1.0, -0.5])
+
+
+def test_what_a_bound_cuts_off_is_borne_by_the_last_step():
+    batch = shaping.clip_rewards(turned(1.5, of_turns=(1.0, 0.5)), AlgoState(), high=1.2)
+    assert steps_of(batch) == pytest.approx([1.0, 0.2])

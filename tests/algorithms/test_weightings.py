@@ -13,6 +13,8 @@ from oracles import ragged as oracle
 from oracles.cases import column, episodes, groups, kept, rollouts, supervised
 from oracles.ragged import Row, Span, flat, weights_of
 
+from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.shaping import keep_judged
 from ratchet.algorithms.weightings import (
     chosen_mean,
     fixed_length,
@@ -22,6 +24,7 @@ from ratchet.algorithms.weightings import (
     step_mean,
     token_mean,
     token_sum,
+    valued_mean,
 )
 from ratchet.data.packing import pack
 
@@ -45,13 +48,13 @@ def row(group: str, trained: list[int], *, attempt: int = 0, ending: str = "scor
 
 
 def weights(weighting, rows: list[Row]) -> list[float]:
-    return weighting(pack(groups(rows))).tolist()
+    return weighting(keep_judged(pack(groups(rows)), AlgoState())).tolist()
 
 
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
 @given(rows=rollouts())
 def test_rollouts_equal_the_oracle(weighting, mean, options, rows: list[Row]):
-    found = weighting(pack(groups(rows)))
+    found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14)
 
@@ -59,7 +62,7 @@ def test_rollouts_equal_the_oracle(weighting, mean, options, rows: list[Row]):
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
 @given(rows=supervised())
 def test_supervised_rows_equal_the_oracle(weighting, mean, options, rows: list[Row]):
-    found = weighting(pack(groups(rows)))
+    found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
     torch.testing.assert_close(found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14)
 
 
@@ -68,7 +71,7 @@ def test_supervised_rows_equal_the_oracle(weighting, mean, options, rows: list[R
 @given(rows=episodes())
 def test_episodes_equal_the_oracle(weighting, mean, options, rows: list[Row]):
     """With labels at the ends of turns, masked turns, and forked attempts."""
-    found = weighting(pack(groups(rows)))
+    found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
     torch.testing.assert_close(found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14)
 
 
@@ -151,3 +154,10 @@ def test_rows_that_take_no_part_do_not_dilute_the_others(weighting, dead: dict[s
     expected = weights(weighting, alive)
     columns = [expected[:3], [0.0] * 4, expected[3:], [0.0] * 2]
     assert weights(weighting, rows) == pytest.approx(flat(kept(rows, columns)))
+
+
+def test_a_critic_learns_from_steps_that_filters_took_out():
+    batch = pack(groups(ROWS))
+    batch = batch.fill_tokens(valued=batch.trainable_T)
+    filtered = replace(batch, trainable_T=torch.zeros_like(batch.trainable_T))
+    assert valued_mean(filtered).tolist() == token_mean(batch).tolist()

@@ -355,7 +355,9 @@ def test_gradients_reach_the_head_and_the_body(name):
     made = learner(head=head)
     returns = torch.linspace(-1, 1, batch.n_tokens, dtype=torch.float64)
     algorithm = construct(resolve("algorithm", {"kind": "ppo"}))
-    weighed = algorithm.weigh(batch.fill_tokens(returns=returns, values=torch.zeros_like(returns)), AlgoState())
+    weighed = algorithm.weigh(
+        batch.fill_tokens(returns=returns, values=torch.zeros_like(returns), valued=batch.trainable_T), AlgoState()
+    )
     term = replace(algorithm.losses["critic"][0], fn=squared_gap if name == "token_scores" else value_loss)
     term = replace(term, needs=frozenset({name}))
     found, _ = gradient(made, weighed, [term])

@@ -189,6 +189,12 @@ def kept(rows: list[Row], column: list) -> list:
     return [x for row, x in zip(rows, column, strict=True) if row.counts]
 
 
+def by_row(batch: Batch, name: str = "advantages") -> list[float]:
+    """The mean of a token column over the tokens of each row that train; 0 for a row without."""
+    count_S = batch.sequence_sum(batch.trainable_T.double()).clamp(min=1)
+    return (batch.sequence_sum(torch.where(batch.trainable_T, batch.need(name), 0.0)) / count_S).tolist()
+
+
 def column(ragged: Ragged) -> Tensor:
     """A ragged column as the packed [T], float64."""
     return torch.tensor(flat(ragged), dtype=torch.float64)

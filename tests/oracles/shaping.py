@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from oracles.advantages import attempt_returns, attempt_rewards, mean_of, std_of
+from oracles.advantages import attempt_rewards, mean_of, std_of
 from oracles.ragged import Row, in_order
 
 Rewards = list[float | None]
@@ -106,12 +106,14 @@ def kl_in_reward(rows: list[Row], *, coef: float) -> list[list[float]]:
 # --- which rows are still in the final mask after a filter
 
 
-def drop_equal_rewards(rows: list[Row]) -> list[bool]:
-    keeps = []
-    for row in rows:
-        returns = list(attempt_returns(rows, row.group).values())
-        keeps.append(row.takes_part and bool(returns) and min(returns) != max(returns))
-    return keeps
+def drop_silent_groups(rows: list[Row]) -> list[bool]:
+    """By the rows' `teacher_logprobs`, taken for advantages: any numbers will do."""
+    loud = {
+        row.group
+        for row in rows
+        if row.counts and any(trains and a != 0 for trains, a in zip(row.mask, row.teacher_logprobs, strict=True))
+    }
+    return [row.takes_part and row.group in loud for row in rows]
 
 
 def drop_truncated(rows: list[Row]) -> list[bool]:

@@ -33,11 +33,18 @@ VARIANTS = {
     "forward kl in the loss": ("grpo", {"kl": {"coef": 0.1, "objective": "forward"}, "entropy_coef": 0.01}),
     "corrected k1 in the loss": ("grpo", {"kl": {"coef": 0.1, "estimator": "k1"}, "correction": {}}),
     "adaptive k2 in the loss": ("rloo", {"kl": {"coef": 0.1, "estimator": "k2", "target": 0.1}, "weighting": "token_sum"}),
-    "kl in the reward": ("grpo", {"kl": {"coef": 0.1, "place": "reward"}}),
+    "kl in the reward": ("rloo", {"kl": {"coef": 0.1, "place": "reward"}}),
+    "kl in the reward-to-go against the group": (
+        "reinforce_pp",
+        {"kl": {"coef": 0.1, "place": "reward"}, "advantage": {"baseline": "group"}, "group_size": 3},
+    ),
     "kl in the reward-to-go": ("reinforce_pp", {"kl": {"coef": 0.1, "place": "reward"}, "weighting": "sequence_mean"}),
     "group baseline, whitened": ("reinforce_pp", {"advantage": {"baseline": "group"}, "group_size": 3}),
     "kl in the critic's reward": ("ppo", {"kl": {"coef": 0.1, "place": "reward"}, "critic": {"value_clip": None}}),
-    "kl in the turns' reward": ("gigpo", {"kl": {"coef": 0.1, "place": "reward"}, "whiten": True}),
+    "kl in the turns' reward": (
+        "gigpo",
+        {"kl": {"coef": 0.1, "place": "reward"}, "advantage": {"scale": "none", "step_weight": 0.0}, "whiten": True},
+    ),
     "scaled leave-one-out": ("rloo", {"advantage": {"scale": "std"}, "advantage_clip": 1.0}),
     "returns of turns": ("policy_gradient", {"advantage": {"kind": "turn_returns"}, "loss": {"kind": "gspo_token"}}),
     "returns of turns against the group": (

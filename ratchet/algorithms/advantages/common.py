@@ -128,8 +128,7 @@ def standardised(x: Tensor, *, epsilon: float) -> Tensor:
 
 def spread(batch: Batch, advantages_S: Tensor) -> Batch:
     """One advantage a sequence, given to each of its trainable tokens; 0 elsewhere."""
-    advantages_T = torch.where(batch.trainable_T, advantages_S[batch.sequence_T], 0.0)
-    return batch.fill_sequences(advantages_S=advantages_S).fill_tokens(advantages=advantages_T)
+    return batch.fill_tokens(advantages=torch.where(batch.trainable_T, advantages_S[batch.sequence_T], 0.0))
 
 
 # --- along rows. N = steps, L = most steps of a row

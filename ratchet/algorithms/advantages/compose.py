@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -20,8 +19,7 @@ def mixture(batch: Batch, state: AlgoState, *, parts: Sequence[tuple[Transform, 
     for estimator, weight in parts:
         batch = estimator(batch, state)
         total_T = total_T + weight * batch.need("advantages")
-    columns = {name: column for name, column in batch.sequence_columns.items() if name != "advantages_S"}
-    return replace(batch, sequence_columns=columns).fill_tokens(advantages=torch.where(batch.trainable_T, total_T, 0.0))
+    return batch.fill_tokens(advantages=torch.where(batch.trainable_T, total_T, 0.0))
 
 
 def clip_advantages(batch: Batch, state: AlgoState, *, limit: float) -> Batch:
@@ -38,7 +36,7 @@ def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
 
 
 def pipeline(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
-    """One after the other. Measures "advantage/zero_share", of the trainable tokens: where it is 1 the batch teaches nothing."""
+    """One after the other. Measures "advantage/zero_share" of the trainable tokens: at 1 the batch teaches nothing."""
     for transform in transforms:
         batch = transform(batch, state)
     advantages_N = batch.need("advantages")[batch.trainable_T]

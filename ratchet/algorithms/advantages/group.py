@@ -28,11 +28,10 @@ from ratchet.algorithms.advantages.common import (
     whole,
 )
 from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.config.advantages import Scale
 from ratchet.algorithms.filters import keep_rows
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError
-
-Scale = Literal["std", "none"]
 
 
 def group_relative(batch: Batch, state: AlgoState, *, scale: Scale = "std", epsilon: float = 1e-6) -> Batch:
@@ -63,12 +62,12 @@ def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: floa
 
 def opo(batch: Batch, state: AlgoState) -> Batch:
     """A_i = R_i - sum_j l_j R_j / sum_j l_j, l = trainable tokens of the attempt: the baseline of least variance where
-    longer answers have larger gradients. OPO (arXiv:2505.23585) eq. 7. Without any length, the plain mean."""
+    longer answers have larger gradients. OPO (arXiv:2505.23585) eq. 7."""
     attempts = attempts_of(batch)
     lengths_A = attempts.sum_rows(batch.sequence_sum(batch.trainable_T.double()))
     total_G = sum_by(attempts.group_A, lengths_A, batch.n_groups)
-    weighted_G = sum_by(attempts.group_A, lengths_A * attempts.returns_A, batch.n_groups) / total_G
-    baseline_G = torch.where(total_G > 0, weighted_G, mean_by(attempts.groups, attempts.returns_A))
+    weighted_G = sum_by(attempts.group_A, lengths_A * attempts.returns_A, batch.n_groups)
+    baseline_G = weighted_G / total_G.clamp(min=1)
     return spread(batch, _unless_equal(attempts, attempts.returns_A - baseline_G[attempts.group_A]))
 
 
@@ -130,7 +129,9 @@ def gdpo(batch: Batch, state: AlgoState, *, weights: Mapping[str, float] | None 
         there_A = ~part_A.isnan()
         groups = (attempts.group_A[there_A], batch.n_groups)
         total_A[there_A] += weight * normalised_by(groups, part_A[there_A], scale="std", epsilon=epsilon)
-    return spread(batch, attempts.to_rows(normalised_by(whole(total_A), total_A, scale="std", epsilon=epsilon)))
+    # Every group's parts sum to 0, so the mean over the batch is 0 but for rounding: no signal must stay none.
+    normal_A = normalised_by(whole(total_A), total_A, scale="std", epsilon=epsilon)
+    return spread(batch, attempts.to_rows(torch.where(total_A == 0, 0.0, normal_A)))
 
 
 def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.advantages.common import Steps, attempts_of, discounted_sums, normalised_by, sum_by
-from ratchet.algorithms.advantages.group import Scale
 from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.config.advantages import Scale
 from ratchet.batch import Batch
 
 
@@ -46,7 +46,8 @@ def gae(
     bootstrap: bool = True,
 ) -> Batch:
     """delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam A_{k+1} over the steps k of a row. GAE (arXiv:1506.02438)
-    eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) + V, what the critic is trained towards.
+    eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) + V, what the critic is trained towards at the steps that
+    `valued` names.
 
     After the last step V is `bootstrap_values` where the row was truncated, as the episode would have gone on, and 0 where it
     ended, or everywhere with `bootstrap=False`: where a limit is part of the task, an answer cut off by it is over. A row that
@@ -70,13 +71,13 @@ def gae(
     value_lam_S = torch.full_like(lam_S, lam if value_lam is None else value_lam)
     values_T = batch.need("values").double()
     returns_T = values_T + torch.where(scored_T, steps.unpad(discounted_sums(deltas_SL, gamma * value_lam_S)), 0.0)
-    batch = batch.note(**_explained_variance(batch, values_T, returns_T))
-    return batch.fill_tokens(advantages=torch.where(scored_T, advantages_T, 0.0), returns=returns_T)
+    valued_T = batch.trainable_T & scored_T
+    batch = batch.note(**_explained_variance(values_T[valued_T], returns_T[valued_T]))
+    advantages_T = torch.where(scored_T, advantages_T, 0.0)
+    return batch.fill_tokens(advantages=advantages_T, returns=returns_T, valued=valued_T)
 
 
-def _explained_variance(batch: Batch, values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
-    counted_T = batch.trainable_T & batch.scored_S[batch.sequence_T]
-    values_N, returns_N = values_T[counted_T], returns_T[counted_T]
+def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
     if len(returns_N) == 0:
         return {}
     # What rounding leaves of equal returns is no spread: they are the values and what is added to them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ratchet.algorithms.config.base import Chosen, Part
 from ratchet.config.kinds import Slot
@@ -22,7 +22,18 @@ SAME_STATE = "a state met at two turns has two returns, be it by attempts of equ
 NO_BASELINE = "no baseline of the group's own: equal rewards are a signal where others earned another"
 
 
-class GroupRelative(Part):
+KL_BY_TOKEN = "a KL penalty in the reward differs from token to token, and so do returns"
+
+
+class Estimator(Part):
+    """signal: what advantages are made of: the attempt's reward, its parts each by itself, or what a teacher says.
+    exempt_under_kl: further properties that it does not have where a KL penalty is part of the reward."""
+
+    signal: ClassVar[Literal["reward", "parts", "teacher"]] = "reward"
+    exempt_under_kl: ClassVar[Mapping[str, str]] = {"equal_rewards": KL_BY_TOKEN}
+
+
+class GroupRelative(Estimator):
     """Reward against the mean of the group (GRPO)."""
 
     function: ClassVar[str] = f"{GROUP}:group_relative"
@@ -33,7 +44,7 @@ class GroupRelative(Part):
     epsilon: Epsilon = 1e-6
 
 
-class RLOO(Part):
+class RLOO(Estimator):
     """Reward against the mean of the group's other attempts."""
 
     function: ClassVar[str] = f"{GROUP}:rloo"
@@ -44,7 +55,7 @@ class RLOO(Part):
     epsilon: Epsilon = 1e-6
 
 
-class OPO(Part):
+class OPO(Estimator):
     """Reward against the group's length-weighted mean."""
 
     function: ClassVar[str] = f"{GROUP}:opo"
@@ -53,7 +64,7 @@ class OPO(Part):
     kind: Literal["opo"] = "opo"
 
 
-class ReMax(Part):
+class ReMax(Estimator):
     """Reward against that of the group's greedy attempt."""
 
     function: ClassVar[str] = f"{GROUP}:remax"
@@ -66,14 +77,19 @@ class ReMax(Part):
     kind: Literal["remax"] = "remax"
 
 
-class ReinforcePP(Part):
+class ReinforcePP(Estimator):
     """Reward-to-go, whitened over all tokens of the batch (REINFORCE++)."""
 
     function: ClassVar[str] = f"{GROUP}:reinforce_pp"
+    exempt_under_kl: ClassVar[Mapping[str, str]] = {"equal_rewards": KL_BY_TOKEN, "lone_attempt": KL_BY_TOKEN}
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     baseline: Literal["none", "group"] = Field(default="none", description="Take the group's mean reward off first.")
     epsilon: Epsilon = 1e-8
+
+    @property
+    def reads(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset({"group"} if self.baseline == "group" else ())
 
     @property
     def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -81,18 +97,19 @@ class ReinforcePP(Part):
         return {} if self.baseline == "group" else {"equal_rewards": WHOLE_BATCH, "lone_attempt": WHOLE_BATCH}
 
 
-class GDPO(Part):
+class GDPO(Estimator):
     """Each part of the reward normalised within its group by itself, their sum over the batch."""
 
     function: ClassVar[str] = f"{GROUP}:gdpo"
     reads: ClassVar[frozenset[str]] = frozenset({"group", "parts"})
+    signal: ClassVar[Literal["reward", "parts", "teacher"]] = "parts"
 
     kind: Literal["gdpo"] = "gdpo"
     weights: dict[str, float] | None = Field(default=None, description="By name of the reward's part; null: 1 for every part.")
     epsilon: Epsilon = 1e-6
 
 
-class GAE(Part):
+class GAE(Estimator):
     """Generalised advantage estimation with a critic."""
 
     function: ClassVar[str] = f"{TEMPORAL}:gae"
@@ -115,8 +132,14 @@ class GAE(Part):
         "the task (else not to stop can pay).",
     )
 
+    @model_validator(mode="after")
+    def _lam_is_read(self) -> GAE:
+        if "lam" in self.changed and self.length_alpha is not None and self.value_lam is not None:
+            raise ValueError("lam is not read with length_alpha and value_lam, which set both lambdas: remove it")
+        return self
 
-class TurnReturns(Part):
+
+class TurnReturns(Estimator):
     """Discounted return from each turn on."""
 
     function: ClassVar[str] = f"{TEMPORAL}:turn_returns"
@@ -126,8 +149,12 @@ class TurnReturns(Part):
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount a turn.")
     baseline: Literal["none", "group"] = Field(default="none", description="Take off the mean return of the group's turns.")
 
+    @property
+    def reads(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset({"group"} if self.baseline == "group" else ())
 
-class GiGPO(Part):
+
+class GiGPO(Estimator):
     """Group-relative over whole episodes, and over turns that began in the same state."""
 
     function: ClassVar[str] = f"{TEMPORAL}:gigpo"
@@ -144,11 +171,12 @@ class GiGPO(Part):
         return {"equal_rewards": SAME_STATE, "lone_attempt": SAME_STATE} if self.step_weight else {}
 
 
-class OnPolicyDistillation(Part):
+class OnPolicyDistillation(Estimator):
     """The teacher's log-probability of each sampled token against the policy's."""
 
     function: ClassVar[str] = "ratchet.algorithms.advantages.teacher:on_policy_distillation"
     reads: ClassVar[frozenset[str]] = frozenset({"teacher_logprobs", "old_logprobs"})
+    signal: ClassVar[Literal["reward", "parts", "teacher"]] = "teacher"
     exempt: ClassVar[Mapping[str, str]] = {
         "equal_rewards": "the signal is the teacher's, not the reward's",
         "lone_attempt": "the signal is the teacher's, not the group's",

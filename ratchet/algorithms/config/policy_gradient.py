@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -28,6 +29,7 @@ from ratchet.algorithms.config.policy_losses import (
     CorrectionConfig,
     Kimi,
     KLConfig,
+    StaleCorrectionConfig,
 )
 from ratchet.config.base import Section
 from ratchet.config.kinds import Slot
@@ -121,7 +123,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> PolicyGradientConfig:
-        for check in (self._group, self._rloo, self._critic, self._teacher, self._weighting, self._levels):
+        for check in self._checks:
             check()
         if "positive_nll_above" in self.changed and not self.positive_nll_coef:
             raise ValueError("positive_nll_above is not read with positive_nll_coef=0: set positive_nll_coef, or remove it")
@@ -131,6 +133,10 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "set old_logprobs=learner, or remove correction"
             )
         return self
+
+    @property
+    def _checks(self) -> tuple[Callable[[], None], ...]:
+        return self._group, self._rloo, self._signal, self._silent, self._critic, self._teacher, self._weighting, self._levels
 
     def _group(self) -> None:
         if self.group_size == 1 and "group" in self.reads:
@@ -148,7 +154,40 @@ class PolicyGradientConfig(AlgorithmConfig):
                     "each reward: set group_size=3 or more, or advantage.scale=none"
                 )
 
+    def _signal(self) -> None:
+        """What is done to the attempts' rewards must reach advantages, at the strength that it has."""
+        in_reward = self.kl.coef > 0 and self.kl.place == "reward"
+        if all(getattr(part, "signal", "reward") != "reward" for part in self.estimators):
+            for key, given in (("shaping", self.shaping), ("kl.place=reward", in_reward)):
+                if given:
+                    raise ValueError(
+                        f"{key} changes the reward of an attempt, which advantage {_kind(self.advantage)} does not read: "
+                        "remove it, or mix in an advantage that does"
+                    )
+        if in_reward and any(getattr(part, "scale", "none") == "std" for part in self.estimators):
+            raise ValueError(
+                "kl.place=reward with advantage.scale=std divides the penalty by the spread of the group's returns, which "
+                "blows it up in groups of equal rewards: set advantage.scale=none, or kl.place=loss"
+            )
+
+    def _silent(self) -> None:
+        if self.equal_rewards == "keep":
+            return
+        others = [part for part in self.estimators if "group" not in getattr(part, "reads", frozenset())]
+        if others:
+            raise ValueError(
+                f"equal_rewards=drop leaves out groups without a signal, and advantage {_kind(others[0])} has one for groups "
+                "of equal rewards too: set equal_rewards=keep"
+            )
+        if self.kl.coef > 0 and self.kl.place == "reward":
+            raise ValueError(
+                "equal_rewards=drop leaves out groups without a signal, and with kl.place=reward every group has one: "
+                "set kl.place=loss, or equal_rewards=keep"
+            )
+
     def _critic(self) -> None:
+        if sum("values" in getattr(part, "reads", frozenset()) for part in self.estimators) > 1:
+            raise ValueError("advantage mixture has gae twice, and the critic one target: leave one of them")
         if "values" in self.reads and self.critic is None:
             raise ValueError("advantage gae reads a critic's values: set critic: {}, or another advantage")
         if "values" not in self.reads and self.critic is not None:
@@ -308,7 +347,7 @@ class DecoupledPPOConfig(PolicyGradientConfig):
     """PPO for stale attempts: clipped against the learner before the update, weighed by what sampled them
     (arXiv:2505.24298)."""
 
-    correction: CorrectionConfig | None = CorrectionConfig(weight="token", weight_high=5.0)
+    correction: StaleCorrectionConfig | None = StaleCorrectionConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class OnPolicyDistillationConfig(PolicyGradientConfig):

@@ -146,6 +146,12 @@ class CorrectionConfig(Part):
         return self
 
 
+class StaleCorrectionConfig(CorrectionConfig):
+    """The same with a wider bound: for attempts of weights that are some steps old."""
+
+    weight_high: float | None = Field(default=5.0, gt=0, description="Greatest weight; null: no bound.")
+
+
 class KLConfig(Section):
     """The penalty for leaving the model that the stage starts from."""
 

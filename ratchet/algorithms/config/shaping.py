@@ -89,6 +89,10 @@ class NormaliseRewards(Part):
     center: bool = Field(default=True, description="Take the mean off.")
     epsilon: float = Field(default=1e-6, gt=0, description="Added to the standard deviation.")
 
+    @property
+    def reads(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset({"group"} if self.over == "group" else ())
+
 
 class ComponentWeights(Part):
     """The reward is a weighted sum of its named parts."""
