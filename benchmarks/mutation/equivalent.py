@@ -16,6 +16,8 @@ CORRECTION = "ratchet/algorithms/correction.py"
 TEACHER = "ratchet/algorithms/advantages/teacher.py"
 TEMPORAL = "ratchet/algorithms/advantages/temporal.py"
 NO_SCALE = "epsilon is added to a standard deviation, and scale='none' divides by none"
+COMMON = "ratchet/algorithms/advantages/common.py"
+MINUS_ZERO = "these are zeros, and -0.0 equals 0.0 and adds as little"
 SAME_KEYS = "keys are only told apart, and negated ones differ where they did"
 ZERO_WEIGHT = "what is not active has the weight 0, so that any finite number will do"
 
@@ -74,6 +76,27 @@ EQUIVALENT: Table = {
         "step_rewards",
         "has_S = last_S >= 0 -> has_S = last_S >= 1",
     ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing predicts it",
+    (
+        COMMON,
+        "whole",
+        "return (torch.zeros(len(x), dtype=torch.int64), 1) -> return (torch.zeros(len(x), dtype=torch.int64), 2)",
+    ): "one index more, which does not occur: what is made for it is never read",
+    (
+        COMMON,
+        "Steps.pad",
+        "width = int(self.count_S.max()) if len(self.count_S) else 0 -> "
+        "width = int(self.count_S.max()) if len(self.count_S) else 1",
+    ): "a matrix without rows is as empty at any width",
+    (
+        COMMON,
+        "Steps.pad",
+        "x_SL = x_T.new_zeros(len(self.count_S), width) -> x_SL = -x_T.new_zeros(len(self.count_S), width)",
+    ): MINUS_ZERO,
+    (
+        COMMON,
+        "Steps.unpad",
+        "x_T = x_SL.new_zeros(self.n_tokens) -> x_T = -x_SL.new_zeros(self.n_tokens)",
+    ): MINUS_ZERO,
     (
         TEMPORAL,
         "_explained_variance",
