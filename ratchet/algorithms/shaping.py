@@ -69,9 +69,9 @@ def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, f
         return batch
     names = [name.removeprefix("reward/") for name in batch.sequence_columns if name.startswith("reward/")]
     require_parts(names, weights)
-    total_S = sum(weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items())
+    parts = [weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items()]
     weighed = replace(batch, turn_rewards_T=weights.get(ENVIRONMENT, 0.0) * batch.turn_rewards_T)
-    return _with(weighed, torch.where(batch.scored_S, total_S, torch.nan))
+    return _with(weighed, torch.stack(parts).sum(0))
 
 
 def normalise_rewards(

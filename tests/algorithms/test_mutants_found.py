@@ -14,7 +14,7 @@ from oracles.ragged import Row, Span
 
 from ratchet.algorithms.advantages.common import std_by
 from ratchet.algorithms.advantages.compose import mixture
-from ratchet.algorithms.advantages.group import group_relative, remax, require_parts
+from ratchet.algorithms.advantages.group import gdpo, group_relative, remax, require_parts
 from ratchet.algorithms.advantages.temporal import step_rewards, turn_returns
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.losses.base import row_mean, row_sum
@@ -195,6 +195,18 @@ def test_weights_of_parts_that_no_reward_has_are_refused_with_the_parts_that_the
         require_parts([], {"right": 1.0})
     with pytest.raises(ConfigError, match="parts are needed, but the rewards have no named parts: name"):
         require_parts([], None)
+
+
+def test_a_group_whose_parts_are_equal_has_exactly_no_signal_beside_one_whose_parts_are_not():
+    # Rounding leaves the normalised (0, 0, 1) a sum of 2e-16, and the batch a mean that is not quite 0.
+    scores = [("a", 0.0), ("a", 0.0), ("a", 1.0), ("b", 1.0), ("b", 1.0)]
+    rows = [Row(g, i, [0, 0], [False, True], "scored", x, parts={"right": x}) for i, (g, x) in enumerate(scores)]
+    advantages = gdpo(pack(groups(rows)), AlgoState()).need("advantages")[1::2].tolist()
+    assert advantages == [
+        *(pytest.approx(x, rel=1e-5) for x in (-((2 / 3) ** 0.5), -((2 / 3) ** 0.5), 2 * (2 / 3) ** 0.5)),
+        0.0,
+        0.0,
+    ]
 
 
 def test_what_one_part_of_a_mixture_takes_out_has_no_advantage_of_another():

@@ -265,6 +265,9 @@ def test_the_rewards_of_turns_get_the_weight_of_their_part():
         turned(1.75, of_turns=(0.5, 0.25)), AlgoState(), weights={"environment": 2.0, "form": -1.0}
     )
     assert steps_of(batch) == pytest.approx([1.0, -0.5])
+    # and none, where it has none: what is left is paid at the end
+    batch = shaping.component_weights(turned(1.75, of_turns=(0.5, 0.25)), AlgoState(), weights={"form": 3.0})
+    assert steps_of(batch) == [0.0, 3.0]
 
 
 def test_what_a_bound_cuts_off_is_borne_by_the_last_step():

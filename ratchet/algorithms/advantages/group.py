@@ -86,7 +86,7 @@ def remax(batch: Batch, state: AlgoState) -> Batch:
     greedy_S = batch.baseline_S & batch.scored_S
     baseline_G = mean_by((batch.group_S[greedy_S], batch.n_groups), batch.rewards_S[greedy_S])
     has_G = count_by((batch.group_S[greedy_S], batch.n_groups)) > 0
-    advantages_A = torch.where(has_G[attempts.group_A], attempts.returns_A - baseline_G[attempts.group_A], 0.0)
+    advantages_A = attempts.returns_A - baseline_G[attempts.group_A]
     return spread(keep_rows(batch, has_G[batch.group_S]), attempts.to_rows(advantages_A))
 
 
