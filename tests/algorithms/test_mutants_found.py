@@ -13,7 +13,7 @@ from oracles.cases import column, gradient, groups, outputs
 from oracles.ragged import Row, Span
 
 from ratchet.algorithms.advantages.common import std_by
-from ratchet.algorithms.advantages.compose import mixture
+from ratchet.algorithms.advantages.compose import mixture, pipeline
 from ratchet.algorithms.advantages.group import gdpo, group_relative, remax, require_parts
 from ratchet.algorithms.advantages.temporal import step_rewards, turn_returns
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
@@ -207,6 +207,14 @@ def test_a_group_whose_parts_are_equal_has_exactly_no_signal_beside_one_whose_pa
         0.0,
         0.0,
     ]
+
+
+@pytest.mark.parametrize(("advantages", "share"), [([], 1.0), ([2.0], 0.0), ([0.0], 1.0), ([0.0, -1.0, 0.0, 0.0], 0.75)])
+def test_the_share_of_steps_without_an_advantage(advantages: list[float], share: float):
+    n = len(advantages)
+    row = Row("g", 0, [0] * (n + 1), [False, *[True] * n], "scored", 1.0)
+    batch = pack(groups([row])).fill_tokens(advantages=column([[9.0, *advantages]]))
+    assert pipeline(batch, AlgoState(), transforms=()).metrics["advantage/zero_share"] == share
 
 
 def test_what_one_part_of_a_mixture_takes_out_has_no_advantage_of_another():

@@ -39,5 +39,5 @@ def pipeline(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform])
     """One after the other. Measures "advantage/zero_share" of the trainable tokens: at 1 the batch teaches nothing."""
     for transform in transforms:
         batch = transform(batch, state)
-    advantages_N = batch.need("advantages")[batch.trainable_T]
-    return batch.note(**{"advantage/zero_share": 1 - int((advantages_N != 0).sum()) / max(1, len(advantages_N))})
+    teaches_N = batch.need("advantages")[batch.trainable_T] != 0
+    return batch.note(**{"advantage/zero_share": 1 - int(teaches_N.sum()) / max(1, len(teaches_N))})
