@@ -51,9 +51,8 @@ def kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
 
 def _blend(a_NK: Tensor, b_NK: Tensor, share: float) -> Tensor:
     """log(share a + (1 - share) b). What both exclude stays finite: the gradient of logaddexp(-inf, -inf) is NaN."""
-    least = torch.finfo(a_NK.dtype).min
     log_share = torch.tensor([share, 1 - share], dtype=a_NK.dtype, device=a_NK.device).log()
-    return torch.logaddexp(a_NK.clamp(min=least) + log_share[0], b_NK.clamp(min=least) + log_share[1])
+    return torch.logaddexp(a_NK.clamp(min=torch.finfo(a_NK.dtype).min) + log_share[0], b_NK + log_share[1])
 
 
 def _jensen_shannon(p_NK: Tensor, q_NK: Tensor, mix: float) -> Tensor:
