@@ -91,7 +91,7 @@ def test_the_share_of_the_returns_spread_that_the_critic_explains():
     assert same.metrics == batch.metrics
 
 
-@pytest.mark.parametrize("values", [[1 / 3, 2 / 7, 3], [1 / 3, 0, 3]])
+@pytest.mark.parametrize("values", [[1 / 3, 2 / 7, 3], [0, 2 / 7, 3]])
 @pytest.mark.parametrize("factor", [1.0, -1.0, 1e6])
 def test_where_returns_are_all_equal_there_is_no_spread_to_explain(values: list[float], factor: float):
     # The returns are 0.1 but for rounding.
@@ -156,6 +156,12 @@ def test_a_row_that_nobody_judged_teaches_neither_policy_nor_critic():
     batch = gae(filled([row], "values", "bootstrap_values"), AlgoState())
     assert batch.need("advantages").tolist() == [0, 0, 0]
     assert batch.need("returns").tolist()[1:] == [1.5, 2.5]
+    assert batch.need("valued").tolist() == [False, False, False]
+
+
+def test_the_critic_learns_at_the_steps_of_rows_that_were_judged():
+    batch = gae(filled([agent((1, None, ""), (2, None, ""), values=[0] * 5)], "values", "bootstrap_values"), AlgoState())
+    assert batch.need("valued").tolist() == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize("missing", ["values", "bootstrap_values"])
