@@ -1,0 +1,34 @@
+"""The kit's invariances and properties on batches that hypothesis draws, of every built-in algorithm: a batch that breaks one
+is shrunk to its seed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratchet.config.kinds import KINDS
+from ratchet.testing.algorithms import CHECKS, INVARIANCES, Case
+from ratchet.testing.named import built_in
+from ratchet.testing.synthetic import Draw
+
+DRAWS = st.builds(Draw, seed=st.integers(0, 2**32 - 1), longest=st.sampled_from([0, 0, 16]))
+
+
+@pytest.mark.parametrize("kind", KINDS["algorithm"])
+@settings(max_examples=25)
+@given(draw=DRAWS)
+def test_invariances_hold_on_any_batch(kind: str, draw: Draw):
+    case = Case(built_in(kind), draw)
+    for check in INVARIANCES.values():
+        check(case)
+
+
+@pytest.mark.parametrize("kind", KINDS["algorithm"])
+@settings(max_examples=15)
+@given(draw=DRAWS)
+def test_claimed_properties_hold_on_any_batch(kind: str, draw: Draw):
+    algorithm = built_in(kind)
+    for name in ("isolated", "equal_rewards", "lone_attempt"):
+        if name not in algorithm.exempt:
+            CHECKS[name](algorithm, [draw])
