@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ratchet import faults
+from ratchet import credentials, faults
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -118,6 +118,7 @@ def main() -> None:
     sys.path.insert(0, str(Path.cwd()))  # so that `kind: my_module:Mine` finds what lies beside the recipe
     try:
         faults.arm(os.environ.get("RATCHET_FAULTS", ""))
+        credentials.offer(os.environ)
         app()
     except RatchetError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from rewards.fake_http import Answer, chat, serve
 
 import ratchet.learners.local
 import ratchet.models.decoder
@@ -28,6 +29,7 @@ from ratchet.generators.engine.scheduler import Scheduler
 from ratchet.learners.local import LocalLearner
 from ratchet.loop import train
 from ratchet.models.decoder import Decoder
+from ratchet.models.heads import ScalarHead, save_head
 from ratchet.testing.builders import make_trajectory
 from ratchet.tools.train import start_run
 from ratchet.types import Message, Owner, Sampling, Task
@@ -48,6 +50,7 @@ REWARDS = {
     "similarity": ("A", {}),
     "length": ("too long", {"unit": "characters", "at_most": 1}),
     "ifeval": ("A", {}),
+    "code": ("print(1)", {}),
     "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
 }
 
@@ -136,6 +139,7 @@ def reads(tmp_path_factory):
         graded("numeric_answer"), graded("countdown")  # random weights give no answer that ends
         for kind, (text, keys) in REWARDS.items():
             judged(kind, text, "B", **keys)
+        judged_elsewhere(folder / "runs" / "first" / "model")
     return found.seen
 
 
@@ -261,8 +265,21 @@ def judged(kind: str, text: str, answer: str, **keys):
     reward = build_reward((resolve("rewards", {"kind": kind, **keys}),))
     trajectory = replace(make_trajectory([1], [2]), messages=(Message("user", "?"), Message("assistant", text)))
     meta = {"numbers": [3, 4], "target": 8, "use_all": True, "instruction_id_list": ["startend:quotation"]}
+    meta |= {"tests": [{"stdin": "", "stdout": "1"}]}
     task = Task("t", answer=answer, messages=trajectory.messages[:1], meta=meta)
     return asyncio.run(reward.score([trajectory], task))[0]
+
+
+def judged_elsewhere(model) -> None:
+    """By what is asked over HTTP, which fails at first, and by a model with a scalar head."""
+    replies = {"judge": chat("Score: 2"), "pairwise_judge": chat("Better: A"), "remote": {"results": [{"reward": 1.0}]}}
+    for kind, reply in replies.items():
+        with serve(lambda body, number, reply=reply: reply if number else Answer("busy", 503)) as fake:
+            keys = {} if kind == "remote" else {"model": "m"}
+            keys |= {"against": "answer"} if kind == "pairwise_judge" else {}
+            judged(kind, "A", "B", url=fake.url, backoff_s=1e-3, **keys)
+    save_head(ScalarHead(32), model)
+    judged("reward_model", "1", "1", path=str(model))
 
 
 def compared(done: SimpleNamespace, what: str):

@@ -4,18 +4,33 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.config.kinds import KINDS, section_class
+from ratchet.data.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.config import ArithmeticConfig, CountdownConfig, GSM8KConfig, PreferencesConfig, SortingConfig
-from ratchet.rewards.config import CountdownRewardConfig
+from ratchet.models.heads import ScalarHead, save_head
+from ratchet.models.load import init_policy
+from ratchet.models.presets import preset
+from ratchet.rewards.config import CountdownRewardConfig, RewardModelConfig
 
 ENVIRONMENTS = [section_class("environment", kind) for kind in KINDS["environment"]]
 REWARDS = [section_class("rewards", kind) for kind in KINDS["rewards"]]
 
 
+def reward_model_in(directory):
+    tokenizer = byte_tokenizer()
+    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32), seed=1).save(directory)
+    tokenizer.save(directory)
+    save_head(ScalarHead(32), directory)
+    return str(directory)
+
+
 @pytest.mark.parametrize("section", [*ENVIRONMENTS, *REWARDS])
-def test_each_kind_names_a_class_that_takes_its_section(section):
+def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path):
     module, name = section.builds.split(":")
     built = getattr(importlib.import_module(module), name)
     needed = {"train": "t.jsonl", "pattern": "x", "domains": {"*": [{"kind": "exact_match"}]}}
+    needed |= {"url": "http://localhost:1/v1", "model": "m"}
+    if issubclass(section, RewardModelConfig):
+        needed["path"] = reward_model_in(tmp_path)
     config = section(**{name: value for name, value in needed.items() if name in section.model_fields})
     assert getattr(built(config), "config", config) is config
 

@@ -1,0 +1,87 @@
+"""Any reward behind an HTTP endpoint: the attempts of a group go out in one request."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ratchet.errors import DataError
+from ratchet.rewards.base import answer_text
+from ratchet.rewards.config import RemoteConfig
+from ratchet.rewards.http import Endpoint
+from ratchet.types import Cancelled, Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
+
+
+class Remote:
+    """Sends {"rows": [{"prompt", "response", "answer", "messages", "meta", "tag", "truncated"}]} and reads
+    {"results": [{"reward": number, "parts": {name: number}} or {"error": text}]}, in order."""
+
+    def __init__(self, config: RemoteConfig) -> None:
+        self._endpoint = Endpoint(config.url, config)
+
+    async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
+        """Failed("reward") for an attempt that the endpoint could not judge, for all where it gave nothing usable."""
+        outcomes: list[Outcome] = [_ended(trajectory) for trajectory in trajectories]
+        rows = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failed | Cancelled)]
+        if not rows:
+            return outcomes
+        try:
+            answer = await self._endpoint.post({"rows": [_row(trajectories[i], task) for i in rows]})
+            judged = [_outcome(result, trajectories[i]) for i, result in zip(rows, _results(answer, len(rows)), strict=True)]
+        except Exception:  # the episode boundary: the endpoint is anyone's, and so is what stands in meta
+            judged = [Failed("reward", f"remote, task '{task.id}':\n{traceback.format_exc()}")] * len(rows)
+        for i, outcome in zip(rows, judged, strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
+
+def _ended(trajectory: Trajectory) -> Outcome:
+    """Failed or cancelled already, or without anything to judge; else of no meaning yet."""
+    if isinstance(trajectory.outcome, Failed | Cancelled):
+        return trajectory.outcome
+    if not any(message.role == "assistant" for message in trajectory.messages):
+        return Failed("reward", "remote: the attempt has no assistant message to judge")
+    return trajectory.outcome or Scored(0.0)
+
+
+def _row(trajectory: Trajectory, task: Task) -> dict[str, Any]:
+    return {
+        "prompt": task.messages[-1].text if len(task.messages) == 1 else [_plain(message) for message in task.messages],
+        "response": answer_text(trajectory),
+        "answer": task.answer,
+        "messages": [_plain(message) for message in trajectory.messages],
+        "meta": dict(task.meta),
+        "tag": task.tag,
+        "truncated": isinstance(trajectory.outcome, Truncated),
+    }
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.tool_calls:
+        plain["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": dict(c.arguments)} for c in message.tool_calls]
+    return plain
+
+
+def _results(answer: Any, count: int) -> list[Any]:
+    results = answer.get("results") if isinstance(answer, Mapping) else None
+    if not isinstance(results, list) or len(results) != count:
+        raise DataError(f'the endpoint must answer {{"results": [...]}} with {count} of them, not {answer!r:.200}')
+    return results
+
+
+def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
+    if isinstance(result, Mapping) and "error" in result:
+        return Failed("reward", f"remote: {str(result['error'])[:2000]}")
+    reward: Any = result.get("reward") if isinstance(result, Mapping) else None
+    parts: Any = result.get("parts") or {"remote": reward} if isinstance(result, Mapping) else None
+    if not isinstance(parts, Mapping) or not all(_finite(value) for value in (reward, *parts.values())):
+        return Failed("reward", f"remote: a result must hold a finite reward, and finite parts, not {result!r:.200}")
+    kind = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
+    return kind(float(reward), {str(name): float(value) for name, value in parts.items()})
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
