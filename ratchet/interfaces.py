@@ -127,7 +127,7 @@ class Placeable(Protocol):
 @dataclass(frozen=True, slots=True)
 class Step:
     """An environment's answer to one policy turn: what it says back, the turn's own reward (None: this environment
-    leaves judging to rewards), and whether the episode ended."""
+    leaves judging to rewards), and whether the episode ended. `metrics` are summed over the turns of an attempt."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
@@ -162,6 +162,18 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class OffersTools(Protocol):
+    """An environment whose policy may call tools. The calls arrive parsed, as `tool_calls` of the message that `step` gets,
+    with ids that are unique in the conversation; answer each by a Message("tool", ..., tool_call_id=call.id). What was meant
+    as a call and can't be read is no tool call: it stays in the message's text, and is counted."""
+
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        """JSON-schema descriptions ({"type": "function", "function": {"name", "description", "parameters"}}), asked for after
+        `reset`; the same during the whole attempt."""
+        ...
+
+
+@runtime_checkable
 class Compares(Protocol):
     """An environment that also has better and worse answers to its tasks, for preference learning and reward models."""
 
@@ -184,7 +196,8 @@ class Steps(Protocol):
 
 @runtime_checkable
 class Reward(Protocol):
-    """Judges the trajectories of one group. A plain function `(trajectory, task) -> float | dict of named parts` is adapted."""
+    """Judges the trajectories of one group, one for each attempt: where a history forked, the last, with the whole
+    conversation in its messages. A plain function `(trajectory, task) -> float | dict of named parts` is adapted."""
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]: ...
 

@@ -217,7 +217,7 @@ class Trajectory:
     turns: tuple[Turn, ...] = ()
     messages: tuple[Message, ...] = ()
     outcome: Outcome | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the whole attempt
     media: Mapping[str, Any] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
 
@@ -278,3 +278,11 @@ class Group:
     id: str
     task: Task
     trajectories: tuple[Trajectory, ...]
+
+    @property
+    def attempts(self) -> list[list[Trajectory]]:
+        """The trajectories by attempt, in order: several for one whose history forked, the last with all its messages."""
+        found: dict[int, list[Trajectory]] = {}
+        for trajectory in self.trajectories:
+            found.setdefault(trajectory.attempt, []).append(trajectory)
+        return list(found.values())

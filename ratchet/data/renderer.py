@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ratchet.data.conversation import Conversation, Piece, TurnShape, turn_shape
 from ratchet.data.templates import SENTINEL, ChatTemplate, template_source
 from ratchet.data.tokenizer import After, Tokenizer
+from ratchet.data.tool_calls import ToolFormat, tool_format
 from ratchet.errors import DataError
 from ratchet.types import Message, StopReason
 
@@ -28,7 +29,8 @@ PROBES = (Message("assistant", "<think>\nr\n</think>\n\na"), Message("assistant"
 
 class Renderer:
     """Renders with one template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja text, or None for the
-    tokenizer's own. `variables` go to the template (such as `enable_thinking=False`); `now` is the time it may print.
+    tokenizer's own. `variables` go to the template (such as `enable_thinking=False`); `now` is the time it may print;
+    `tool_format` is one of `ratchet.data.tool_calls.FORMATS`, or "auto": told from the template.
 
     Raises DataError when there is no template, or when it has a syntax error.
     """
@@ -40,8 +42,9 @@ class Renderer:
         *,
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
+        tool_format: str = "auto",
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._tool_format = tokenizer, tool_format
         names = {**tokenizer.special_tokens, **(variables or {})}
         self.template = ChatTemplate(template_source(template, tokenizer), names, now or datetime.now())
 
@@ -107,16 +110,60 @@ class Renderer:
         # Without an end of its own, a turn ends where the next header begins: the model has written that token then.
         return added[1:] if ended and not shape.end and added[:1] == [last] else added
 
+    def keeps(
+        self,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        history: Sequence[Message],
+        said: Message,
+        tools: Tools | None = None,
+    ) -> bool:
+        """Whether the conversation `history`, `said`, `messages` shows all that stood in the prompt for `said`, and `said`
+        itself, as they were: then `extend` gives what the template would. `sampled` is the completion that `said` was read
+        from. How a call's JSON was spaced does not count: the tokens stay as they were sampled."""
+        conversation, n = self._conversation([*history, said, *messages], tools), len(history)
+        shown, prompt = conversation.text(n + 1 + len(messages), prompt=True), conversation.text(n, prompt=True)
+        if shown.startswith(prompt + self._text(sampled, None, skip_special=False) + self._shape.end):
+            return True
+        try:
+            prompt, answer = conversation.turn(n)
+        except DataError:
+            return False
+        return shown.startswith(prompt + answer)
+
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
         """The completion as the message that renders to it: without its end of turn and other special tokens, and with what
         the prompt had already put into the assistant's mouth. A character that was cut in the middle is left out."""
+        text = self._text(tokens, stop, skip_special=True)
+        return Message("assistant", self._shape.prefill + text.removeprefix(self._shape.lead))
+
+    def parse_calls(
+        self, tokens: Sequence[int], stop: StopReason | None = None, *, tools: Tools = (), first: int = 0
+    ) -> tuple[Message, int]:
+        """(the completion as `parse` gives it, but with its tool calls apart; how many calls could not be read). With one that
+        could not there are none, and the message's text is all that was written. Calls are numbered from `first` on.
+
+        Raises ConfigError where the model's family can't be told: set `tokenizer.tool_format`.
+        """
+        whole = self._text(tokens, stop, skip_special=False)
+        found = self.tool_format.read(self._shape.prefill + whole.removeprefix(self._shape.lead), tools)
+        if found.malformed or not found.calls:
+            return self.parse(tokens, stop), found.malformed
+        content = "".join(piece for piece in self.tokenizer.pieces(found.content) if isinstance(piece, str))
+        return Message("assistant", content, self.tool_format.numbered(found.calls, first)), 0
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls. Raises ConfigError where that can't be told."""
+        return tool_format(self._tool_format, self.template.source, self.tokenizer.special_ids)
+
+    def _text(self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool) -> str:
         kept = list(tokens)
         if kept and kept[-1] in self.stop_ids:
             kept.pop()
-        text = self.tokenizer.decode(kept)
-        if stop is not None and not stop.finished:
-            text = text.rstrip("\ufffd")
-        return Message("assistant", self._shape.prefill + text.removeprefix(self._shape.lead))
+        text = self.tokenizer.decode(kept, skip_special=skip_special)
+        return text.rstrip("\ufffd") if stop is not None and not stop.finished else text
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:

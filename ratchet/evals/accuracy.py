@@ -46,7 +46,7 @@ class Evaluator:
         sampled: float | None = None
         if self.samples:
             sampled = _mean_reward(await self.manager.groups(jobs, self.sampling, attempts=self.samples))
-        attempts = [t for group in greedy for t in group.trajectories]
+        attempts = [rows[-1] for group in greedy for rows in group.attempts]
         failures = [t.outcome for t in attempts if isinstance(t.outcome, Failed)]
         if failures:
             log.warning(
@@ -62,5 +62,5 @@ class Evaluator:
 
 
 def _mean_reward(groups: Sequence[Group]) -> float:
-    rewards = [t.reward for group in groups for t in group.trajectories if t.reward is not None]
+    rewards = [rows[-1].reward for group in groups for rows in group.attempts if rows[-1].reward is not None]
     return fmean(rewards) if rewards else float("nan")

@@ -1,21 +1,28 @@
 """One attempt at one task: generate, act, observe, until the environment ends it or a budget does. Tokens in, tokens out.
 
+What the policy reads next normally extends what it read and wrote before, token by token. Where the chat template won't have
+that (it drops the reasoning of earlier turns, say), the history forks: a new strand begins, whose prompt is the conversation
+as it is rendered now. An attempt is one trajectory a strand.
+
 L = tokens of the trajectory so far.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ratchet.data.renderer import Renderer
+from ratchet.data.renderer import Renderer, Tools
 from ratchet.errors import DataError
 from ratchet.experience.seeds import seed_for
-from ratchet.interfaces import Environment, Generator, Step
+from ratchet.interfaces import Environment, Generator, OffersTools, Step
 from ratchet.types import (
     Cancelled,
     Completion,
@@ -38,12 +45,13 @@ class PromptMemo:
     """The attempts of a group almost always begin with the same messages: their tokens are rendered once."""
 
     def __init__(self) -> None:
-        self.messages: Sequence[Message] | None = None
+        self.given: tuple[Sequence[Message], Tools | None] | None = None
         self.tokens = np.zeros(0, dtype=np.int64)
 
-    def render(self, renderer: Renderer, messages: Sequence[Message]) -> np.ndarray:
-        if messages != self.messages:
-            self.messages, self.tokens = list(messages), np.asarray(renderer.prompt(messages), dtype=np.int64)
+    def render(self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None) -> np.ndarray:
+        if self.given != (messages, tools):
+            self.given = list(messages), tools
+            self.tokens = np.asarray(renderer.prompt(messages, tools), dtype=np.int64)
         return self.tokens
 
 
@@ -87,14 +95,71 @@ class TokenRecord:
         )
 
 
+@dataclass
+class Strand:
+    """A stretch of an attempt in which every prompt extends the last one: it becomes one trajectory.
+
+    known: messages of the conversation that it holds.
+    """
+
+    record: TokenRecord = field(default_factory=TokenRecord)
+    turns: list[Turn] = field(default_factory=list)
+    known: int = 0
+
+    @property
+    def sampled(self) -> bool:
+        return any(completion is not None for _, _, completion in self.record.pieces)
+
+
+@dataclass
+class Play:
+    """An attempt while it is played. metrics: sums over its turns."""
+
+    task: Task
+    environment: Environment
+    sampling: Sampling
+    messages: list[Message]
+    tools: Tools | None = None
+    strands: list[Strand] = field(default_factory=lambda: [Strand()])
+    metrics: dict[str, float] = field(default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0})
+
+    @property
+    def strand(self) -> Strand:
+        return self.strands[-1]
+
+    def trajectories(self, attempt: int, outcome: Outcome | None) -> list[Trajectory]:
+        """One a strand, in order; a strand in which the policy wrote nothing is none, unless there is no other."""
+        self.strand.known = len(self.messages)
+        strands = [strand for strand in self.strands if strand.sampled] or self.strands[:1]
+        if not strands[0].record.length:  # it broke before there was a prompt; a trajectory has at least one token
+            strands[0].record.add(Owner.PROMPT, [0])
+        return [
+            strand.record.trajectory(
+                attempt=attempt,
+                temperature=self.sampling.temperature,
+                turns=tuple(strand.turns),
+                messages=tuple(self.messages[: strand.known]),
+                outcome=outcome,
+                metrics=self.metrics | {"forks": len(strands) - 1.0},
+            )
+            for strand in strands
+        ]
+
+
 class UserCodeFailed(Exception):
     """Carries the traceback of what an environment raised, or what is wrong with what it returned."""
 
 
-async def _guarded(call: Awaitable[T]) -> T:
+async def _guarded(call: Callable[[], Awaitable[T]]) -> T:
     try:
-        return await call
-    except Exception as error:  # the episode boundary: user code may raise anything, and costs only its own attempt
+        return await call()
+    # The episode boundary: user code may raise anything, sys.exit too, and costs only its own attempt.
+    except (Exception, SystemExit) as error:
+        raise UserCodeFailed(traceback.format_exc()) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the attempt itself was cancelled
+            raise
         raise UserCodeFailed(traceback.format_exc()) from error
 
 
@@ -102,6 +167,25 @@ def _checked(messages: Any, where: str, environment: Environment) -> Sequence[Me
     if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
         raise UserCodeFailed(f"{type(environment).__name__}.{where} gave {messages!r:.80}, it must be a sequence of Messages")
     return messages
+
+
+def _checked_step(step: Any, environment: Environment) -> Step:
+    name = type(environment).__name__
+    if not isinstance(step, Step):
+        raise UserCodeFailed(f"{name}.step returned {step!r:.80}, it must be a Step")
+    if step.reward is not None and not _finite(step.reward):
+        raise UserCodeFailed(f"{name}.step gave the reward {step.reward!r:.80}, it must be a finite number or None")
+    metrics = {} if step.metrics is None else step.metrics
+    if not isinstance(metrics, Mapping) or not all(_finite(number) for number in metrics.values()):
+        raise UserCodeFailed(f"{name}.step gave the metrics {metrics!r:.80}, they must be finite numbers by name")
+    _checked(step.messages, "step", environment)
+    if not step.done and not step.messages:
+        raise UserCodeFailed(f"{name}.step neither ended the episode nor said anything: there is nothing to answer")
+    return step
+
+
+def _finite(number: Any) -> bool:
+    return isinstance(number, Real) and math.isfinite(number)
 
 
 @dataclass(frozen=True)
@@ -118,63 +202,100 @@ class Player:
 
     async def play(
         self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
-    ) -> Trajectory:
-        """The attempt's trajectory, not yet judged: `outcome` is None, or Truncated, Failed or Cancelled already. What the
-        generator raises is no attempt's fault and goes up, DataError apart.
+    ) -> list[Trajectory]:
+        """The attempt's trajectories, one unless its history forked, not yet judged: `outcome`, the same for all, is None, or
+        Truncated, Failed or Cancelled already. What the generator raises is no attempt's fault and goes up, DataError apart.
+
+        Their metrics, those of the whole attempt: "turns", "forks", "turn_limit" (1 where the last turn that is allowed did not
+        end it), "malformed_tool_calls" where tools are offered, and the sums of what the environment's steps measured.
 
         memo: shared by the attempts of a group.
         """
-        record, turns, messages = TokenRecord(), [], list(task.messages)
+        play = Play(task, environment, sampling, list(task.messages))
         outcome: Outcome | None
         try:
-            messages = list(_checked(await _guarded(environment.reset(task)), "reset", environment))
-            record.add(Owner.PROMPT, (memo or PromptMemo()).render(self.renderer, messages))
-            outcome = await self._turns(environment, sampling, record, turns, messages)
+            outcome = await self._episode(play, memo or PromptMemo())
         except UserCodeFailed as failure:
             outcome = Failed("environment", str(failure))
         except DataError as error:  # messages that can't be rendered, a prompt that can't be read
             outcome = Failed("data", str(error))
-        if not record.length:  # it broke before there was a prompt; a trajectory has at least one token
-            record.add(Owner.PROMPT, [0])
-        return record.trajectory(
-            attempt=attempt,
-            temperature=sampling.temperature,
-            turns=tuple(turns),
-            messages=tuple(messages),
-            outcome=outcome,
-        )
+        return play.trajectories(attempt, outcome)
 
-    async def _turns(
-        self, environment: Environment, sampling: Sampling, record: TokenRecord, turns: list[Turn], messages: list[Message]
-    ) -> Outcome | None:
+    async def _episode(self, play: Play, memo: PromptMemo) -> Outcome | None:
+        environment = play.environment
+        play.messages = list(_checked(await _guarded(lambda: environment.reset(play.task)), "reset", environment))
+        if isinstance(environment, OffersTools):
+            play.tools = await _tools(environment, play.task)
+            play.metrics["malformed_tool_calls"] = 0
+        play.strand.record.add(Owner.PROMPT, memo.render(self.renderer, play.messages, play.tools))
         for number in range(self.max_turns):
-            room = self.max_context - record.length
+            room = self.max_context - play.strand.record.length
             if room <= 0:
                 if number:
                     return Truncated()
-                detail = f"the prompt has {record.length} tokens, the context {self.max_context}: shorten it or drop the task"
+                length = play.strand.record.length
+                detail = f"the prompt has {length} tokens, the context {self.max_context}: shorten it or drop the task"
                 return Failed("prompt_too_long", detail)
-            own = sampling
-            if number or room < sampling.max_new_tokens:
-                seed = seed_for(sampling.seed, number) if number else sampling.seed
-                own = replace(sampling, seed=seed, max_new_tokens=min(sampling.max_new_tokens, room))
-            completion = await self.generator.generate(record.tokens(), own)
-            start = record.length
-            record.add(Owner.POLICY, completion.tokens, completion)
-            message = self.renderer.parse(completion.tokens.tolist(), completion.stop)
-            history = tuple(messages)
-            messages.append(message)
-            if completion.stop is StopReason.ABORTED:
-                return Cancelled("aborted")
-            if not completion.stop.finished:
-                turns.append(Turn(start, record.length))
-                return Truncated()
-            step: Step = await _guarded(environment.step(message))
-            if not isinstance(step, Step):
-                raise UserCodeFailed(f"{type(environment).__name__}.step returned {step!r:.80}, it must be a Step")
-            turns.append(Turn(start, record.length, step.reward, step.state_key, terminated=step.done))
-            if step.done:
-                return None
-            messages.extend(_checked(step.messages, "step", environment))
-            record.add(Owner.ENVIRONMENT, self.renderer.extend(completion.tokens.tolist(), step.messages, history=history))
+            ended, outcome = await self._turn(play, number, room)
+            if ended:
+                return outcome
+        play.metrics["turn_limit"] = 1
         return Truncated()
+
+    async def _turn(self, play: Play, number: int, room: int) -> tuple[bool, Outcome | None]:
+        """(whether the attempt ended with it, its outcome if it is known)"""
+        own, strand = play.sampling, play.strand
+        if number or room < own.max_new_tokens:
+            seed = seed_for(own.seed, number) if number else own.seed
+            own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, room))
+        completion = await self.generator.generate(strand.record.tokens(), own)
+        start = strand.record.length
+        strand.record.add(Owner.POLICY, completion.tokens, completion)
+        message, history = self._read(play, completion), tuple(play.messages)
+        play.messages.append(message)
+        play.metrics["turns"] += 1
+        if completion.stop is StopReason.ABORTED:
+            return True, Cancelled("aborted")
+        if not completion.stop.finished:
+            strand.turns.append(Turn(start, strand.record.length))
+            return True, Truncated()
+        step = _checked_step(await _guarded(lambda: play.environment.step(message)), play.environment)
+        strand.turns.append(Turn(start, strand.record.length, step.reward, step.state_key, terminated=step.done))
+        for name, measured in (step.metrics or {}).items():
+            play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
+        if not step.done:
+            self._observe(play, completion, history, step.messages)
+        return step.done, None
+
+    def _read(self, play: Play, completion: Completion) -> Message:
+        tokens = completion.tokens.tolist()
+        if play.tools is None:
+            return self.renderer.parse(tokens, completion.stop)
+        calls = sum(len(message.tool_calls) for message in play.messages)
+        message, malformed = self.renderer.parse_calls(tokens, completion.stop, tools=play.tools, first=calls)
+        play.metrics["malformed_tool_calls"] += malformed
+        return message
+
+    def _observe(self, play: Play, completion: Completion, history: Sequence[Message], answers: Sequence[Message]) -> None:
+        """Appends what the environment said; where earlier turns would have to change for it, begins a new strand."""
+        said = play.messages[-1]
+        play.strand.known = len(play.messages)
+        play.messages.extend(answers)
+        sampled = completion.tokens.tolist()
+        if self.renderer.keeps(sampled, answers, history=history, said=said, tools=play.tools):
+            added = self.renderer.extend(sampled, answers, history=history, tools=play.tools)
+            play.strand.record.add(Owner.ENVIRONMENT, added)
+        else:
+            play.strands.append(Strand())
+            play.strand.record.add(Owner.PROMPT, self.renderer.prompt(play.messages, play.tools))
+
+
+async def _tools(environment: OffersTools, task: Task) -> Tools:
+    async def ask() -> Any:
+        return environment.tools(task)
+
+    tools = await _guarded(ask)
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        name = type(environment).__name__
+        raise UserCodeFailed(f"{name}.tools gave {tools!r:.80}, it must be a sequence of JSON-schema function descriptions")
+    return tuple(tools)

@@ -15,6 +15,8 @@ from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajec
 
 log = logging.getLogger(__name__)
 
+Rows = list[Trajectory]  # of one attempt: one, unless its history forked
+
 
 class RolloutManager:
     """new_environment: makes an instance; one plays one attempt at a time, and is used again afterwards.
@@ -44,8 +46,8 @@ class RolloutManager:
             tries.append(self._attempt(task, replace(sampling, temperature=0.0), group_id, attempts, memo))
         played = list(await asyncio.gather(*tries))
         if greedy:
-            played[-1] = replace(played[-1], use="baseline")
-        return Group(group_id, task, tuple(await self._judge(task, played)))
+            played[-1] = [replace(row, use="baseline") for row in played[-1]]
+        return Group(group_id, task, tuple(row for rows in await self._judge(task, played) for row in rows))
 
     async def groups(
         self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, *, attempts: int, greedy: bool = False
@@ -58,33 +60,34 @@ class RolloutManager:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(_close(environment) for environment in idle))
 
-    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Trajectory:
+    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
         environment = self._idle.pop() if self._idle else self.new_environment()
         own = replace(sampling, seed=seed_for(sampling.seed, group_id, attempt))
-        trajectory = await self.player.play(task, environment, own, attempt=attempt, memo=memo)
-        if isinstance(trajectory.outcome, Failed):  # its state can't be trusted any more
+        rows = await self.player.play(task, environment, own, attempt=attempt, memo=memo)
+        if isinstance(rows[-1].outcome, Failed):  # its state can't be trusted any more
             await _close(environment)
         else:
             self._idle.append(environment)
-        return trajectory
+        return rows
 
-    async def _judge(self, task: Task, played: Sequence[Trajectory]) -> list[Trajectory]:
+    async def _judge(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
         """Attempts that ended in order or were cut off get an outcome with a reward; the others keep what they have."""
         judged = list(played)
-        rows = [i for i, t in enumerate(played) if t.outcome is None or isinstance(t.outcome, Truncated)]
-        outcomes = await self._outcomes([played[i] for i in rows], task)
-        for i, outcome in zip(rows, outcomes, strict=True):
+        chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, Truncated | None)]
+        outcomes = await self._outcomes([played[i] for i in chosen], task)
+        for i, outcome in zip(chosen, outcomes, strict=True):
             if not self.needs_reward and isinstance(outcome, Truncated) and outcome.reward is None:
                 outcome = Unjudged(truncated=True)
-            judged[i] = judged[i].judged(outcome)
+            judged[i] = [row.judged(outcome) for row in judged[i]]
         return judged
 
-    async def _outcomes(self, candidates: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
+    async def _outcomes(self, candidates: Sequence[Rows], task: Task) -> Sequence[Outcome]:
+        """One for each attempt: its rows are judged by the last, which has the whole conversation."""
         if self.reward is None:
-            return [_environment_outcome(t, needed=self.needs_reward) for t in candidates]
+            return [_environment_outcome(rows, needed=self.needs_reward) for rows in candidates]
         try:
-            scored = await self.reward.score(candidates, task) if candidates else []
-            return [_with_turn_rewards(t, outcome) for t, outcome in zip(candidates, scored, strict=True)]
+            scored = await self.reward.score([rows[-1] for rows in candidates], task) if candidates else []
+            return [_with_turn_rewards(rows, outcome) for rows, outcome in zip(candidates, scored, strict=True)]
         except Exception:  # the episode boundary: a reward may be anybody's code, and costs only the attempts it was to judge
             return [Failed("reward", traceback.format_exc())] * len(candidates)
 
@@ -96,23 +99,23 @@ async def _close(environment: Environment) -> None:
         log.warning("an environment failed to close:\n%s", traceback.format_exc())
 
 
-def _own_reward(trajectory: Trajectory) -> float | None:
+def _own_reward(rows: Rows) -> float | None:
     """What the environment itself gave, turn by turn; None where it leaves judging to rewards."""
-    given = [turn.reward for turn in trajectory.turns if turn.reward is not None]
+    given = [turn.reward for row in rows for turn in row.turns if turn.reward is not None]
     return sum(given) if given else None
 
 
-def _environment_outcome(trajectory: Trajectory, *, needed: bool) -> Outcome:
-    total = _own_reward(trajectory)
+def _environment_outcome(rows: Rows, *, needed: bool) -> Outcome:
+    total, truncated = _own_reward(rows), rows[-1].truncated
     if total is None and not needed:
-        return Unjudged(truncated=trajectory.truncated)
-    if isinstance(trajectory.outcome, Truncated):
+        return Unjudged(truncated=truncated)
+    if truncated:
         return Truncated(total or 0.0)
     return Failed("reward", "neither a reward nor the environment judged this attempt") if total is None else Scored(total)
 
 
-def _with_turn_rewards(trajectory: Trajectory, outcome: Outcome) -> Outcome:
-    total = _own_reward(trajectory)
+def _with_turn_rewards(rows: Rows, outcome: Outcome) -> Outcome:
+    total = _own_reward(rows)
     if total is not None and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:
         return replace(outcome, reward=outcome.reward + total, parts={**outcome.parts, "environment": total})
     return outcome

@@ -25,7 +25,7 @@ SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=5)
 
 
 class Digits:
-    def prompt(self, messages):
+    def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 
     def parse(self, tokens, stop):

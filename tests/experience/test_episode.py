@@ -13,10 +13,13 @@ EOS = 99
 class Digits:
     """A renderer over single digits: a message is its digits; an observation is its digits between two 50s."""
 
-    def prompt(self, messages):
+    def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 
-    def extend(self, sampled, messages, *, history):
+    def keeps(self, sampled, messages, *, history, said, tools=None):
+        return True
+
+    def extend(self, sampled, messages, *, history, tools=None):
         return [50, *(int(c) for m in messages for c in m.text), 50]
 
     def parse(self, tokens, stop):
@@ -27,7 +30,8 @@ def play(generator, environment, *, task=None, sampling=None, max_context=64, ma
     player = Player(generator, Digits(), max_context=max_context, max_turns=max_turns)
     task = task or Task("t", (Message("user", "12"),), answer="2")
     sampling = sampling or Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=7, temperature=0.5)
-    return asyncio.run(player.play(task, environment, sampling, attempt=3))
+    (trajectory,) = asyncio.run(player.play(task, environment, sampling, attempt=3))
+    return trajectory
 
 
 def test_one_turn_keeps_every_tokens_origin():
@@ -120,3 +124,41 @@ def test_an_abort_cancels_the_attempt():
     trajectory = play(Aborting(lambda tokens, sampling: [2]), FakeEnvironment())
     assert trajectory.outcome == Cancelled("aborted")
     assert not trajectory.counts
+
+
+class Forgetful(Digits):
+    """A chat template that drops what was said, once others answer it."""
+
+    def keeps(self, sampled, messages, *, history, said, tools=None):
+        return False
+
+
+def test_a_history_that_can_not_go_on_forks_into_a_trajectory_of_its_own():
+    generator = FakeGenerator(lambda tokens, sampling: [3 + len(generator.requests), EOS])
+    script = lambda task, message: Step(  # noqa: E731
+        (Message("user", "7"),), reward=0.5, done=message.text == "6", state_key=message.text, metrics={"moves": 2}
+    )
+    player = Player(generator, Forgetful(), max_context=64)
+    task = Task("t", (Message("user", "12"),))
+    sampling = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=7)
+    rows = asyncio.run(player.play(task, FakeEnvironment(script), sampling, attempt=3))
+    assert [t.tokens.tolist() for t in rows] == [[1, 2, 4, EOS], [1, 2, 4, 7, 5, EOS], [1, 2, 4, 7, 5, 7, 6, EOS]]
+    assert [t.owner.tolist() for t in rows] == [[0] * n + [1] * 2 for n in (2, 4, 6)]  # earlier turns are prompt now
+    assert [t.attempt for t in rows] == [3, 3, 3]
+    assert [[(turn.reward, turn.state_key, turn.terminated) for turn in t.turns] for t in rows] == [
+        [(0.5, "4", False)],
+        [(0.5, "5", False)],
+        [(0.5, "6", True)],
+    ]
+    assert [len(t.messages) for t in rows] == [2, 4, 6]
+    assert all(t.metrics == {"turns": 3, "turn_limit": 0, "forks": 2, "moves": 6} for t in rows)
+
+
+def test_a_forked_prompt_beyond_the_context_leaves_no_empty_trajectory():
+    player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), Forgetful(), max_context=5)
+    script = lambda task, message: Step((Message("user", "77777"),))  # noqa: E731
+    task = Task("t", (Message("user", "12"),))
+    rows = asyncio.run(player.play(task, FakeEnvironment(script), Sampling(max_new_tokens=2, stop_ids=(EOS,)), attempt=0))
+    assert [t.tokens.tolist() for t in rows] == [[1, 2, 1, EOS]]
+    assert rows[0].outcome == Truncated()
+    assert rows[0].metrics["forks"] == 0

@@ -22,10 +22,13 @@ EOS = 99
 
 
 class Digits:
-    def prompt(self, messages):
+    def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 
-    def extend(self, sampled, messages, *, history):
+    def keeps(self, sampled, messages, *, history, said, tools=None):
+        return True
+
+    def extend(self, sampled, messages, *, history, tools=None):
         return []
 
     def parse(self, tokens, stop):
@@ -262,3 +265,23 @@ def test_the_spread_of_each_part_of_the_reward():
     assert (numbers["reward"], numbers["reward_std"], numbers["equal_rewards_share"]) == (1.0, 0.0, 1.0)
     assert (numbers["reward/right"], numbers["reward_std/right"]) == (0.5, 0.5)
     assert (numbers["reward/polite"], numbers["reward_std/polite"]) == (0.5, 0.0)
+
+
+def test_a_forked_attempt_is_judged_once_and_all_its_trajectories_have_that_outcome():
+    class Forgetful(Digits):
+        def keeps(self, sampled, messages, *, history, said, tools=None):
+            return False
+
+    seen = []
+    reward = FakeReward(lambda t, task: seen.append(len(t.messages)) or 1.0)
+    generator = FakeGenerator(lambda tokens, sampling: [1, EOS])
+    environment = FakeEnvironment(lambda task, message: Step((Message("user", "7"),), reward=0.25))
+    made = RolloutManager(Player(generator, Forgetful(), max_context=64, max_turns=2), lambda: copy.copy(environment), reward)
+    (task,) = tasks(1)
+    group = asyncio.run(made.group(task, SAMPLING, group_id="g", attempts=2, greedy=True))
+    assert [(t.attempt, t.use) for t in group.trajectories] == [
+        (0, "train"), (0, "train"), (1, "train"), (1, "train"), (2, "baseline"), (2, "baseline"),
+    ]  # fmt: skip
+    assert seen == [4, 4, 4]  # each attempt by its last trajectory, which has the whole conversation
+    assert {t.reward for t in group.trajectories} == {1.5}  # both turns' rewards belong to the attempt
+    assert [len(rows) for rows in group.attempts] == [2, 2, 2]
