@@ -95,6 +95,18 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "countdown": "ratchet.environments.config:CountdownConfig",
         "gsm8k": "ratchet.environments.config:GSM8KConfig",
         "preferences": "ratchet.environments.config:PreferencesConfig",
+        "sliding_puzzle": "ratchet.environments.games_config:SlidingPuzzleConfig",
+        "frozen_lake": "ratchet.environments.games_config:FrozenLakeConfig",
+        "sokoban": "ratchet.environments.games_config:SokobanConfig",
+        "number_guessing": "ratchet.environments.games_config:NumberGuessingConfig",
+        "gymnasium": "ratchet.environments.adapters_config:GymnasiumConfig",
+        "gem": "ratchet.environments.adapters_config:GemConfig",
+        "verifiers": "ratchet.environments.adapters_config:VerifiersConfig",
+    },
+    "sandbox": {
+        "local": "ratchet.sandbox.config:LocalSandboxConfig",
+        "docker": "ratchet.sandbox.config:DockerSandboxConfig",
+        "remote": "ratchet.sandbox.config:RemoteSandboxConfig",
     },
     "rewards": {
         "exact_match": "ratchet.rewards.config:ExactMatchConfig",

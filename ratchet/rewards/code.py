@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ratchet.config.kinds import construct
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
 from ratchet.rewards.code_function import LIMITED, FunctionJudge, FunctionTask
 from ratchet.rewards.code_text import program_of, right_output
 from ratchet.rewards.config import CodeConfig
-from ratchet.sandbox import Isolation, Limits, LocalSandbox, Result
+from ratchet.sandbox import Isolation, Limits, Result, Sandbox
 from ratchet.types import Scored, Task
 
 ENDS = ("passed", "wrong", "crashed", "limit")
@@ -28,9 +29,10 @@ class Code(AnswerReward):
     bounds = (0.0, 1.0)
 
     def __init__(self, config: CodeConfig) -> None:
-        """Raises SandboxError where the machine isolates programs less than `isolation` says."""
+        """Raises SandboxError where the sandbox isolates programs less than `isolation` says."""
         self.config = config
-        self.sandbox = LocalSandbox(slots=config.workers, at_least=Isolation[config.isolation.upper()])
+        isolation = Isolation[config.isolation.upper()]
+        self.sandbox: Sandbox = construct(config.sandbox, slots=config.workers, at_least=isolation)
         self.limits = Limits(
             wall_s=WALL_PER_CPU * config.timeout_s,
             cpu_s=config.timeout_s,

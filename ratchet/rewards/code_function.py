@@ -38,11 +38,13 @@ class Verdict:
     broken: int = 1
 
 
-def _script(entry: str) -> str:
-    """`code_inside` with a call of `entry` at its end, compiled here once: 4 ms, as much as the rest of an execution. The
-    sandbox runs this very Python, so it reads what this one writes; nothing is ever read back."""
-    source = files("ratchet.rewards").joinpath("code_inside.py").read_text(encoding="utf-8")
-    code = compile(f"{source}\n\n{entry}()\n", "ratchet", "exec", dont_inherit=True)
+def _script(entry: str, *, compiled: bool) -> str:
+    """`code_inside` with a call of `entry` at its end, compiled here once where the sandbox runs this very Python: 4 ms, as
+    much as the rest of an execution. Nothing is ever read back."""
+    source = f"{files('ratchet.rewards').joinpath('code_inside.py').read_text(encoding='utf-8')}\n\n{entry}()\n"
+    if not compiled:
+        return source
+    code = compile(source, "ratchet", "exec", dont_inherit=True)
     return f"import marshal\nexec(marshal.loads({marshal.dumps(code)!r}))"
 
 
@@ -51,7 +53,7 @@ class FunctionJudge:
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
         self.sandbox, self.limits, self.share = sandbox, limits, share
-        self._program, self._tests = _script("program"), _script("tests")
+        self._program, self._tests = (_script(entry, compiled=sandbox.same_python) for entry in ("program", "tests"))
         self._tests_limits = Limits(wall_s=6 * TESTS_CPU_S, cpu_s=TESTS_CPU_S, output_kib=TESTS_OUTPUT_KIB)
         self._plans: OrderedDict[FunctionTask, asyncio.Future[list[str]]] = OrderedDict()
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, mod
 
 from ratchet.config.base import Section
 from ratchet.config.kinds import Slot
+from ratchet.sandbox.config import LocalSandboxConfig
 
 
 class ExactMatchConfig(Section):
@@ -167,8 +168,11 @@ class CodeConfig(Section):
     memory_mib: int = Field(512, ge=64, description="Address space of the program.")
     output_kib: int = Field(1024, gt=0, description="What it may print, for one test.")
     workers: int = Field(2, gt=0, description="Programs that run at once.")
-    isolation: Literal["namespaces", "landlock", "seccomp"] = Field(
+    isolation: Literal["kernel", "namespaces", "landlock", "seccomp"] = Field(
         "landlock", description="The weakest sandbox that will do; the strongest that there is is taken."
+    )
+    sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
+        default_factory=LocalSandboxConfig, description="Where programs run: local, docker or remote, and its keys."
     )
 
     @model_validator(mode="after")

@@ -4,8 +4,9 @@
         result = await sandbox.run("print(int(input()) * 2)", stdin=b"21", limits=Limits(wall_s=2))
     passed(result, expected=b"42")          # judged out here: what is expected never enters the sandbox
 
-`base` holds the protocol and its values, `local` the pool of this machine, `inside` what runs in the sandboxed processes
-(standard library only, never imported by the trainer), `judge` the comparison. Threat model: docs/sandbox.md.
+`base` holds the protocols and their values, `local` the pool of this machine, `docker` containers, `remote` a service,
+`inside` what runs in the sandboxed processes (standard library only, never imported by the trainer), `judge` the
+comparison. Threat model: docs/sandbox.md.
 """
 
 from __future__ import annotations
@@ -16,5 +17,7 @@ from ratchet.sandbox.base import Reason as Reason
 from ratchet.sandbox.base import Result as Result
 from ratchet.sandbox.base import Sandbox as Sandbox
 from ratchet.sandbox.base import SandboxError as SandboxError
+from ratchet.sandbox.base import Session as Session
+from ratchet.sandbox.base import Strength as Strength
 from ratchet.sandbox.judge import passed as passed
 from ratchet.sandbox.local import LocalSandbox as LocalSandbox

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import posixpath
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Protocol
@@ -22,6 +23,26 @@ class Isolation(IntEnum):
     SECCOMP = 1  # system calls filtered: no network, processes or writing, but files of this user can be read
     LANDLOCK = 2  # and only the Python library can be read; nothing can be written
     NAMESPACES = 3  # and own processes, network, IPC and root directory, with a private scratch directory
+    KERNEL = 4  # and a kernel of its own: a virtual machine, or gVisor
+
+
+@dataclass(frozen=True)
+class Strength:
+    """What was granted: `refused` says why not more, `by` names the mechanisms."""
+
+    isolation: Isolation
+    refused: tuple[str, ...]
+    by: tuple[str, ...]
+
+    def require(self, at_least: Isolation, where: str) -> None:
+        """Raises SandboxError where this is weaker."""
+        if self.isolation < at_least:
+            why = f" ({'; '.join(self.refused)})" if self.refused else ""
+            raise SandboxError(
+                f"{where} isolates programs by {self.isolation.name.lower()} only, weaker than the declared "
+                f"{at_least.name.lower()}{why}: run where more is allowed, or declare the weaker level with "
+                f"at_least=Isolation.{self.isolation.name}"
+            )
 
 
 class Reason(StrEnum):
@@ -77,11 +98,39 @@ class Result:
         return self.reason is Reason.EXIT and self.exit == 0
 
 
+class Session(Protocol):
+    """A shell and a working directory, kept over several commands: the directory it is in, exported variables and files
+    stay. For one caller at a time."""
+
+    async def run(self, command: str, timeout_s: float) -> Result:
+        """Gives the command to the shell, with empty input. One that takes too long is ended with all that was started.
+
+        Raises SandboxError when the sandbox failed, whatever the command did; the session may then be lost.
+        """
+        ...
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        """Writes files, by path from the working directory. Raises SandboxError for a path that leaves it."""
+        ...
+
+    async def get(self, path: str = ".") -> dict[str, bytes]:
+        """The regular files at or below `path`, by path from the working directory; none where there is nothing."""
+        ...
+
+    async def close(self) -> None:
+        """May be called twice."""
+        ...
+
+
 class Sandbox(Protocol):
     """Runs programs. Concurrent calls are welcome: an implementation queues what it has no room for."""
 
     @property
-    def isolation(self) -> Isolation: ...
+    def strength(self) -> Strength: ...
+    @property
+    def same_python(self) -> bool:
+        """Whether programs run under this very interpreter, so that compiled code can be given to them."""
+        ...
 
     async def run(self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS) -> Result:
         """Runs Python source (a string) or a command (its words) to its end.
@@ -90,6 +139,19 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
+        """A session in a fresh copy of `image`; "": the sandbox's own. Its commands have the limits in common, but for
+        wall_s. Raises SandboxError where there is no such image."""
+        ...
+
     def close(self) -> None:
         """Ends all that is running and leaves nothing behind. May be called twice."""
         ...
+
+
+def inside(path: str) -> str:
+    """The path from the working directory, tidied. Raises SandboxError for one that leads out of it."""
+    tidy = posixpath.normpath(path)
+    if path.startswith("/") or tidy == ".." or tidy.startswith("../") or "\0" in path:
+        raise SandboxError(f"{path!r} is no path inside the working directory")
+    return tidy

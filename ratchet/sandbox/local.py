@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Result, SandboxError
-from ratchet.sandbox.slot import Broken, Slot, Strength
+from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Result, SandboxError, Session, Strength
+from ratchet.sandbox.config import LocalSandboxConfig
+from ratchet.sandbox.slot import Broken, Slot
+from ratchet.sandbox.workspace import Workspace
 
 TRIES = 2  # the second with a new fork server
 
@@ -26,6 +28,8 @@ class LocalSandbox:
     from. at_most: for trying out what a weaker machine would do. Threads and event loops may share one.
     Raises SandboxError at once where the machine is too weak.
     """
+
+    same_python = True
 
     def __init__(
         self,
@@ -48,14 +52,11 @@ class LocalSandbox:
         self._closing = threading.Event()
         self._end = weakref.finalize(self, _end, self._closing, self._slots, self._threads)
         self.strength: Strength = self._slots[0].start()
-        if self.strength.isolation < at_least:
+        try:
+            self.strength.require(at_least, "this machine")
+        except SandboxError:
             self.close()
-            why = "; ".join(self.strength.refused) or f"at_most is {at_most.name.lower()}"
-            raise SandboxError(
-                f"this machine isolates programs by {self.strength.isolation.name.lower()} only, weaker than the declared "
-                f"{at_least.name.lower()} ({why}): run where more is allowed, or declare the weaker level with "
-                f"at_least=Isolation.{self.strength.isolation.name}"
-            )
+            raise
 
     @property
     def isolation(self) -> Isolation:
@@ -75,6 +76,13 @@ class LocalSandbox:
             ticket.cancel()
             raise
 
+    async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
+        """See `Sandbox.open`. Needs namespaces; the files of the session are kept here, and travel with each command."""
+        if image:
+            raise SandboxError(f"the local sandbox has no images, such as {image!r}: use the docker sandbox, or leave it out")
+        self.strength.require(Isolation.NAMESPACES, "sessions run commands, and this machine")
+        return Workspace(self, limits)
+
     def close(self) -> None:
         self._end()
 
@@ -85,6 +93,10 @@ class LocalSandbox:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+
+def configured(config: LocalSandboxConfig, *, slots: int, at_least: Isolation) -> LocalSandbox:
+    return LocalSandbox(slots=slots, at_least=at_least, readable=config.readable)
 
 
 class _Ticket:

@@ -341,9 +341,9 @@ def test_a_tolerance_that_nobody_reads_is_refused():
 
 def test_a_machine_that_is_too_weak_is_refused_when_the_reward_is_made(monkeypatch):
     class Weak:
-        def __init__(self, *, slots, at_least):
+        def __init__(self, *, slots, at_least, readable):
             raise SandboxError(f"{slots} {at_least.name}")
 
-    monkeypatch.setattr("ratchet.rewards.code.LocalSandbox", Weak)
+    monkeypatch.setattr("ratchet.sandbox.local.LocalSandbox", Weak)
     with pytest.raises(SandboxError, match="3 NAMESPACES"):
         construct(resolve("rewards", {"kind": "code", "workers": 3, "isolation": "namespaces"}))

@@ -54,6 +54,8 @@ CHANGING = OPENING | table("""
 FORKING = table("""
     fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setpriority=141 tgkill=234 waitid=247 execveat=322
 """)
+# What `ls -l` and `cp` ask of every file; no file has any here, and only this answer says so without a complaint.
+ATTRIBUTES = table("getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196")
 CLONE, CLONE3, KILL_CALL, TGKILL, FCNTL, IOCTL, PRLIMIT, PRCTL, SOCKETPAIR = 56, 435, 62, 234, 72, 16, 302, 157, 53
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)  # descriptors, flags and locks; no owners, leases, pipe sizes
 IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, window size, FIONREAD, FIONBIO, close-on-exec
@@ -112,6 +114,8 @@ def template(level: int, forking: bool) -> bytes:
         fails(),
     ]
     code += when(CLONE, without(0, NAMESPACE_FLAGS, errno.EPERM) if forking else threads_only)
+    for call in ATTRIBUTES.values():
+        code += when(call, [fails(errno.ENOTSUP)])
     code += when(CLONE3, [fails(errno.ENOSYS)])  # its flags lie in memory, out of a filter's sight; glibc then uses clone
     code += when(FCNTL, one_of(1, FCNTL_COMMANDS)) + when(IOCTL, one_of(1, IOCTL_COMMANDS, errno.ENOTTY))
     code += when(PRCTL, one_of(0, PRCTL_COMMANDS))

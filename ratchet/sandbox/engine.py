@@ -1,0 +1,250 @@
+"""The Docker Engine API, as far as sandboxes need it. Blocking; `docker.py` gives it threads.
+
+Source: https://docs.docker.com/reference/api/engine/ (1.41 and later). What comes out of a container is read as hostile.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import posixpath
+import ssl
+import struct
+import tarfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet.errors import MissingDependency
+from ratchet.sandbox.base import SandboxError
+
+if TYPE_CHECKING:
+    import httpx
+
+OLDEST, NEWEST = (1, 41), (1, 47)  # API versions that this is written for
+CHUNK = 1 << 16
+HEADER = struct.Struct(">B3xI")  # stream (1: stdout, 2: stderr), length of what follows
+MAX_ANSWER = 4 << 20
+ANYBODY = 0o777  # files that a session is given; all processes of a container are of one user
+
+
+class Unwell(SandboxError):
+    """The engine failed, or could not be reached; another try may help."""
+
+
+class Missing(SandboxError):
+    """What was asked for is not there."""
+
+
+class Stream:
+    """The connection of an attached exec or container: frames of both outputs, each read with a deadline."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response, self._network = response, response.extensions["network_stream"]
+        self._held = b""
+
+    def frames(self, deadline: float) -> Iterator[tuple[int, bytes]]:
+        """(1 or 2, data) until the engine closes the connection. Raises TimeoutError at the deadline (of time.monotonic),
+        Unwell where the connection breaks, or ends within a frame."""
+        while head := self._exactly(HEADER.size, deadline):
+            kind, size = HEADER.unpack(head)
+            if kind not in (0, 1, 2):
+                raise Unwell(f"the engine's stream is no multiplexed one: it begins a frame with {head[:4]!r}")
+            while size:
+                data = self._some(min(size, CHUNK), deadline)
+                if not data:
+                    raise Unwell("the engine's stream was cut within a frame")
+                size -= len(data)
+                yield kind, data
+
+    def _exactly(self, size: int, deadline: float) -> bytes:
+        head = b""
+        while len(head) < size:
+            data = self._some(size - len(head), deadline)
+            if not data and head:
+                raise Unwell("the engine's stream was cut within a frame's header")
+            if not data:
+                return b""
+            head += data
+        return head
+
+    def _some(self, most: int, deadline: float) -> bytes:
+        import httpcore
+
+        if not self._held:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            try:
+                self._held = self._network.read(CHUNK, timeout=left)
+            except httpcore.ReadTimeout:
+                raise TimeoutError from None
+            except (httpcore.NetworkError, OSError) as error:
+                raise Unwell(f"the engine's stream broke: {error!r}") from error
+        data, self._held = self._held[:most], self._held[most:]
+        return data
+
+    def close(self) -> None:
+        self._response.close()
+
+
+class Engine:
+    def __init__(self, address: str, certificates: Path | None, timeout_s: float) -> None:
+        """Raises SandboxError where no engine answers, or one that is too old."""
+        try:
+            import httpx
+        except ImportError:
+            raise MissingDependency("httpx", extra="envs", needed_for="the docker sandbox") from None
+        scheme, _, rest = address.partition("://")
+        limits = httpx.Limits(max_connections=None)
+        verify = _tls(certificates) if certificates else True
+        transport = httpx.HTTPTransport(uds=f"/{rest.lstrip('/')}" if scheme == "unix" else None, verify=verify, limits=limits)
+        base = "http://docker" if scheme == "unix" else address
+        self.address = address
+        self._client = httpx.Client(transport=transport, base_url=base, timeout=timeout_s, trust_env=False)
+        self._version = ""
+        offered = str(self.json("GET", "/version").get("ApiVersion", "0.0"))
+        number = tuple(int(part) for part in offered.split(".")[:2] if part.isdecimal())
+        if number < OLDEST:
+            self.close()
+            raise SandboxError(f"the engine at {address} speaks API {offered}: 1.41 (Docker 20.10) or later is needed")
+        self._version = "/v{}.{}".format(*min(number, NEWEST))
+
+    def json(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        with self._answer(method, path, query, json=body) as response:
+            data = _bounded(response, MAX_ANSWER)
+        try:
+            return json.loads(data) if data.strip() else {}
+        except ValueError:
+            raise Unwell(f"the engine answered {method} {path} with {data[:80]!r}, which is no JSON") from None
+
+    def attach(self, path: str, body: Any = None, **query: Any) -> Stream:
+        """Raises like `json`. The stream must be closed."""
+        import httpx
+
+        headers = {"Connection": "Upgrade", "Upgrade": "tcp"}
+        request = self._client.build_request("POST", self._version + path, params=query, json=body, headers=headers)
+        try:
+            response = self._client.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        if response.status_code != 101:
+            with _closing(response):
+                self._check(response, "POST", path)
+            raise Unwell(f"the engine answered POST {path} with {response.status_code}, it must upgrade the connection")
+        return Stream(response)
+
+    def put(self, container: str, folder: str, files: Mapping[str, bytes]) -> None:
+        """`files` by path from `folder`."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            for name, data in _with_folders(files):
+                entry = tarfile.TarInfo(name)
+                entry.mode, entry.mtime = ANYBODY, int(time.time())
+                if data is None:
+                    entry.type = tarfile.DIRTYPE
+                else:
+                    entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data or b""))
+        path, query = f"/containers/{container}/archive", {"path": folder, "noOverwriteDirNonDir": "true"}
+        headers = {"Content-Type": "application/x-tar"}
+        with self._answer("PUT", path, query, content=packed.getvalue(), headers=headers) as response:
+            _bounded(response, MAX_ANSWER)
+
+    def get(self, container: str, path: str, most: int) -> dict[str, bytes]:
+        """The regular files at or below `path`, by path from its parent; links and devices are left out. Raises Missing,
+        SandboxError where they hold more than `most` bytes."""
+        with self._answer("GET", f"/containers/{container}/archive", {"path": path}) as response:
+            data = _bounded(response, most)
+        found = {}
+        try:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+                for entry in archive:
+                    name = posixpath.normpath(entry.name)
+                    if entry.isreg() and not name.startswith(("/", "..")) and (file := archive.extractfile(entry)):
+                        found[name] = file.read()
+        except tarfile.TarError as error:
+            raise Unwell(f"the engine's archive of {path} can't be read: {error}") from error
+        return found
+
+    def pull(self, image: str) -> None:
+        """Raises SandboxError with what the registry said."""
+        name, _, tag = image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
+        with self._answer("POST", "/images/create", {"fromImage": name, "tag": tag}) as response:
+            for line in _bounded(response, MAX_ANSWER).splitlines():
+                if b'"error"' in line:
+                    raise SandboxError(f"image '{image}' could not be fetched: {json.loads(line).get('error')}")
+
+    def remove(self, container: str) -> None:
+        """Ends it too. One that is gone, or on its way, is fine."""
+        try:
+            self.json("DELETE", f"/containers/{container}", force="true", v="true")
+        except Missing:
+            pass
+        except Unwell as error:
+            if "already in progress" not in str(error):
+                raise
+
+    def close(self) -> None:
+        self._client.close()
+
+    @contextmanager
+    def _answer(self, method: str, path: str, query: Mapping[str, Any], **more: Any) -> Iterator[httpx.Response]:
+        import httpx
+
+        try:
+            with self._client.stream(method, self._version + path, params=query, **more) as response:
+                self._check(response, method, path)
+                yield response
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+
+    def _check(self, response: httpx.Response, method: str, path: str) -> None:
+        if response.is_success or response.status_code == 101:
+            return
+        text = _bounded(response, MAX_ANSWER)
+        try:
+            why = json.loads(text)["message"]
+        except (ValueError, KeyError, TypeError):
+            why = text[:200].decode("utf-8", "replace")
+        message = f"the engine at {self.address} answered {method} {path} with {response.status_code}: {why}"
+        if response.status_code == 404:
+            raise Missing(message)
+        raise Unwell(message) if response.status_code == 409 or response.is_server_error else SandboxError(message)
+
+    def _unreachable(self, error: Exception) -> Unwell:
+        return Unwell(f"no Docker engine answers at {self.address} ({error!r}): is it running, and is this its address?")
+
+
+def _bounded(response: httpx.Response, most: int) -> bytes:
+    data = bytearray()
+    for chunk in response.iter_bytes():
+        data += chunk
+        if len(data) > most:
+            raise SandboxError(f"the engine's answer is larger than {most} bytes")
+    return bytes(data)
+
+
+@contextmanager
+def _closing(response: httpx.Response) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        response.close()
+
+
+def _with_folders(files: Mapping[str, bytes]) -> Sequence[tuple[str, bytes | None]]:
+    """Every directory before what lies in it: left to the engine, it would belong to root alone."""
+    folders = {str(folder) for name in files for folder in Path(name).parents} - {"."}
+    return [*((folder, None) for folder in sorted(folders)), *files.items()]
+
+
+def _tls(certificates: Path) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+        context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    except OSError as error:
+        raise SandboxError(f"the certificates in {certificates} can't be read: {error}") from error
+    return context

@@ -1,0 +1,107 @@
+"""One command of a session whose files travel: unpacks them, runs it, and reports how it ended with the files as they are
+then. Runs inside the sandbox, as the program, with a call of `main` at its end; standard library only. stdin: a JSON request,
+stdout: a JSON report. A directory is a file without data."""
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+CHUNK = 1 << 16
+GRACE_S = 0.5  # for outputs that a process in the background holds open
+
+
+def unpack(files):
+    for name, (mode, data) in files.items():
+        os.makedirs((os.path.dirname(name) if data is not None else name) or ".", exist_ok=True)
+        if data is None:
+            continue
+        with open(name, "wb") as file:
+            file.write(base64.b64decode(data))
+        os.chmod(name, mode)
+
+
+def pack(most):
+    """None where there is more than `most` bytes."""
+    found, total = {}, 0
+    for folder, _, names in os.walk("."):
+        total += len(folder)
+        found[os.path.relpath(folder)] = [0o755, None]
+        for name in names:
+            path = os.path.join(folder, name)
+            about = os.lstat(path)
+            if not stat.S_ISREG(about.st_mode):
+                continue
+            total += about.st_size + len(path)
+            if total > most:
+                return None
+            try:
+                with open(path, "rb") as file:
+                    data = file.read(most + 1)
+            except PermissionError:
+                continue
+            found[os.path.relpath(path)] = [stat.S_IMODE(about.st_mode), base64.b64encode(data).decode()]
+    return found
+
+
+def listen(pipe, text, most, over):
+    while data := os.read(pipe, CHUNK):
+        text += data
+        if len(text) > most:
+            over.set()
+            return
+
+
+def run(request):
+    texts, over, began = [bytearray(), bytearray()], threading.Event(), time.monotonic()
+    words = [os.path.abspath(word) if word == request["state"] else word for word in request["words"]]
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    readers = [
+        threading.Thread(target=listen, args=(pipe.fileno(), text, request["most_output"], over), daemon=True)
+        for pipe, text in zip((process.stdout, process.stderr), texts, strict=True)
+    ]
+    for reader in readers:
+        reader.start()
+    reason = "exit"
+    while process.poll() is None:
+        if over.wait(0.005):
+            reason = "output"
+            break
+        if time.monotonic() - began > request["timeout_s"]:
+            reason = "wall"
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # and what it left in the background
+    code = process.wait()
+    for reader in readers:
+        reader.join(GRACE_S)
+    if over.is_set():
+        reason = "output"
+    elif code < 0 and reason == "exit":
+        reason = "signal"
+    return code, reason, [bytes(text[: request["most_output"]]) for text in texts], time.monotonic() - began
+
+
+def main():
+    request = json.load(sys.stdin)
+    unpack(request["files"])
+    home = os.getcwd()
+    code, reason, texts, seconds = run(request)
+    os.chdir(home)
+    files = pack(request["most_files"])
+    if files is None:
+        reason = "output"
+        texts[1] += b"\nthe working directory holds more than can be kept: this command is undone\n"
+    stdout, stderr = (base64.b64encode(text).decode() for text in texts)
+    report = {"code": code, "reason": reason, "stdout": stdout, "stderr": stderr, "seconds": seconds, "files": files}
+    sys.stdout.write(json.dumps(report))

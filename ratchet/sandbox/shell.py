@@ -1,0 +1,21 @@
+"""What a session gives to a shell: a command that begins where the one before ended.
+
+Every command has a shell of its own. At its end it writes its directory and exported variables into a file, which the next one
+reads. So a command's exit code is the kernel's, and no output of its own can be taken for the next prompt.
+"""
+
+from __future__ import annotations
+
+STATE_FILE = ".ratchet-shell"
+# $1: the state file, $2: the command, $3: what both outputs end with, so that a reader knows that it has all of them
+SCRIPT = """
+_state=$1 _end=$3
+[ -r "$_state" ] && . "$_state" 2>/dev/null
+trap '_code=$?; trap - EXIT; { export RATCHET_CWD="$PWD"; export -p; echo "cd \\"\\$RATCHET_CWD\\""; } >"$_state" 2>/dev/null
+printf %s "$_end"; printf %s "$_end" >&2; exit $_code' EXIT
+eval "$2"
+"""
+
+
+def words(shell: str, command: str, state: str, end: str = "") -> list[str]:
+    return [shell, "-c", SCRIPT, shell, state, command, end]
