@@ -1,0 +1,121 @@
+"""What plays an attempt from outside: an asynchronous function, a plain one, or a program."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from ratchet.executors.environment import inherited
+from ratchet.experience.proxy.config import CommandConfig
+from ratchet.types import Task
+
+# (task, base URL, API key) -> anything: the rewards find it in `Trajectory.extras["result"]`.
+Agent = Callable[[Task, str, str], Any]
+
+MAX_OUTPUT = 2**20  # bytes that are kept of what a program writes to each of its two outputs, the last ones
+TAIL = 2000  # characters of its errors in a failure
+
+
+async def play(agent: Agent, task: Task, base_url: str, api_key: str) -> Any:
+    """What the agent gives. A plain function runs in a thread of its own: none of the agents waits for another."""
+    if _is_async(agent):
+        return await agent(task, base_url, api_key)
+    return await _in_thread(lambda: agent(task, base_url, api_key))
+
+
+def _is_async(agent: Agent) -> bool:
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+
+
+def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
+    """A thread can't be stopped: one that is given up goes on until its next request is refused, and holds up no exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            setter(value)
+
+    def run() -> None:
+        try:
+            result, setter = call(), done.set_result
+        except BaseException as error:  # whoever awaits it decides: the episode boundary is there
+            # A future takes no StopIteration.
+            result, setter = (RuntimeError("StopIteration") if isinstance(error, StopIteration) else error), done.set_exception
+        with suppress(RuntimeError):  # the loop has gone
+            loop.call_soon_threadsafe(settle, setter, result)
+
+    threading.Thread(target=run, daemon=True, name="agent").start()
+    return done
+
+
+class Command:
+    """A program that finds the server as the official clients do, in OPENAI_BASE_URL and OPENAI_API_KEY, and the task on its
+    standard input: {"id", "messages", "tag", "seed"} as JSON. Its result is what it writes to its standard output.
+
+    Raises RuntimeError for an exit status other than 0. When it ends, or is given up, all that it started in its process group
+    is killed.
+    """
+
+    def __init__(self, config: CommandConfig) -> None:
+        self.command, self.directory = config.command, config.directory
+
+    async def __call__(self, task: Task, base_url: str, api_key: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self.directory,
+            env=inherited(OPENAI_BASE_URL=base_url, OPENAI_API_KEY=api_key),
+            start_new_session=True,
+        )
+        fed, written, errors = process.stdin, process.stdout, process.stderr
+        assert fed is not None
+        assert written is not None
+        assert errors is not None
+        talk = asyncio.gather(_fed(fed, _described(task)), _tail(written), _tail(errors))
+        try:
+            try:
+                status = await process.wait()
+            finally:
+                _kill_group(process.pid)  # what it leaves behind would hold its outputs open
+            _, output, complaint = await talk
+        finally:
+            talk.cancel()
+        if status:
+            raise RuntimeError(f"{self.command[0]} ended with status {status}: {complaint[-TAIL:]}")
+        return output
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _described(task: Task) -> bytes:
+    """Not the answer, nor what else judges an attempt."""
+    messages = [{"role": message.role, "content": message.text} for message in task.messages]
+    return json.dumps({"id": task.id, "messages": messages, "tag": task.tag, "seed": task.seed}).encode()
+
+
+async def _fed(pipe: asyncio.StreamWriter, data: bytes) -> None:
+    with suppress(ConnectionError):  # a program need not read it
+        pipe.write(data)
+        await pipe.drain()
+    with suppress(ConnectionError):
+        pipe.close()
+
+
+async def _tail(pipe: asyncio.StreamReader) -> str:
+    kept = b""
+    while part := await pipe.read(2**16):
+        kept = (kept + part)[-MAX_OUTPUT:]
+    return kept.decode("utf-8", "replace")

@@ -1,0 +1,175 @@
+"""The OpenAI chat API on this machine's loopback, in the event loop of the generator. Each attempt has a random key of its own,
+which is also what tells its requests from those of others; there is no way in without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ratchet.experience.proxy import wire
+from ratchet.experience.proxy.session import Session
+from ratchet.experience.proxy.wire import ApiError
+
+MAX_BODY = 8 * 2**20  # bytes of a request
+GRACE_S = 1  # for answers that are on their way when the last attempt ends
+# The official client repeats what fails with 409, 429 or 5xx, unless it is told not to: here it would fail again.
+NO_RETRY = {"x-should-retry": "false"}
+
+T = TypeVar("T")
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the run."""
+        yield
+
+
+@dataclass
+class _Serving:
+    server: _Server
+    task: asyncio.Task[None]
+    port: int
+
+
+class Proxy:
+    """Serves the sessions that are open. It listens only while there is one."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._serving: _Serving | None = None
+        self._app = _app(self._sessions)
+
+    @contextlib.asynccontextmanager
+    async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+        """(base URL, key) of the session; afterwards the key opens nothing, and what the session had running is aborted."""
+        key = f"rk-{secrets.token_urlsafe(32)}"
+        self._sessions[key] = session
+        if self._serving is None:
+            self._serving = self._start()
+        try:
+            yield f"http://127.0.0.1:{self._serving.port}/v1", key
+        finally:
+            del self._sessions[key]
+            session.close()
+            if not self._sessions:
+                serving, self._serving = self._serving, None
+                serving.server.should_exit = True
+                await serving.task
+
+    def _start(self) -> _Serving:
+        listener = socket.create_server(("127.0.0.1", 0))  # from here on connections wait instead of being refused
+        config = uvicorn.Config(
+            self._app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        server = _Server(config)
+        task = asyncio.get_running_loop().create_task(server.serve([listener]))
+        return _Serving(server, task, listener.getsockname()[1])
+
+
+def _app(sessions: dict[str, Session]) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+    def session_of(request: Request) -> Session:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise ApiError(401, "the API key is wrong, or its attempt is over", code="invalid_api_key")
+        return session
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.json(), error.status, NO_RETRY)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        fault = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="unknown_url")
+        return JSONResponse(fault.json(), error.status_code, NO_RETRY)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        session_of(request)
+        return JSONResponse(wire.models())
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        session = session_of(request)  # before a byte of the body is read
+        asked = wire.Request.read(await _body(request))
+        if asked.stream:
+            return StreamingResponse(_events(session, asked), media_type="text/event-stream")
+        try:
+            answer = await _unless_gone(request, session.answer(asked))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        session.deliver(answer)
+        return JSONResponse(answer.reply.json(_name()))
+
+    return app
+
+
+async def _body(request: Request) -> bytes:
+    parts, size = list[bytes](), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY:
+            raise ApiError(413, f"the body has more than {MAX_BODY} bytes", code="body_too_large")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _events(session: Session, asked: wire.Request) -> AsyncIterator[str]:
+    """Begins at once, so that a client can leave while its answer is sampled. It is cancelled where one does."""
+    name = _name()
+    yield wire.event(wire.chunk(name, {"role": "assistant", "content": ""}))
+    try:
+        answer = await session.answer(asked)
+    except ApiError as error:  # the status has been sent
+        yield wire.event(error.json())
+        return
+    options = asked.stream_options
+    chunks = list(answer.reply.chunks(name, include_usage=options is not None and options.include_usage))
+    for chunk in chunks[:-1]:
+        yield wire.event(chunk)
+    session.deliver(answer)  # before the last of it: a client may ask again as soon as it has that
+    yield wire.event(chunks[-1])
+    yield wire.event("[DONE]")
+
+
+def _name() -> str:
+    return f"chatcmpl-{secrets.token_hex(8)}"
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect then."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _departure(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

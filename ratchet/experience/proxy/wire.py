@@ -1,0 +1,289 @@
+"""The JSON of the OpenAI chat API: requests in, answers, chunks and errors out. Nothing is ignored in silence: what can't be
+done, or would make the recorded tokens useless for training, is refused by name.
+
+Source: the API reference of OpenAI's chat completions, and what its Python client sends and reads.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import from_json
+
+from ratchet.types import Completion, Message, StopReason, ToolCall
+
+MODEL = "policy"  # the one model that is served
+
+
+class ApiError(Exception):
+    """An answer in the API's error form. param: the part of the request that is at fault."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def json(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+# --- requests
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Function(_Body):
+    name: str
+    arguments: dict[str, Any]
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _parsed(cls, text: Any) -> Any:
+        """They travel as JSON inside of JSON."""
+        try:
+            arguments = from_json(text or "{}") if isinstance(text, str) else None  # bounds how deep it goes
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError("must be the text of a JSON object")
+        return arguments
+
+
+class _Call(_Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str = ""
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    # What the client's own message objects hold when they are sent back.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, content: Any) -> Any:
+        if content is None or isinstance(content, str):
+            return content or ""
+        if not isinstance(content, list):
+            raise ValueError("must be text, or a list of text parts")
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"a part of type '{kind!s:.40}' can't be read: this model reads text only")
+        return "".join(part["text"] for part in content)
+
+    def message(self) -> Message:
+        calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ())
+        return Message("system" if self.role == "developer" else self.role, self.content, calls, self.tool_call_id)
+
+
+class _Described(_Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None  # nothing constrains what is sampled
+
+
+class _Tool(_Body):
+    type: Literal["function"]
+    function: _Described
+
+
+class _StreamOptions(_Body):
+    include_usage: bool = False
+
+
+class _Format(_Body):
+    type: Literal["text"]
+
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class Request(_Body):
+    """A request for a chat completion, checked. Parameters that are only accepted without an effect change no token."""
+
+    model: str
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Annotated[list[str], Field(max_length=4)] | None = None
+    seed: int | None = None
+    n: Literal[1] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    response_format: _Format | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    # without an effect
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _several(cls, stop: Any) -> Any:
+        found = [stop] if isinstance(stop, str) else stop
+        if isinstance(found, list) and "" in found:
+            raise ValueError("an empty string would end every answer before it begins")
+        return found
+
+    @classmethod
+    def read(cls, body: bytes) -> Request:
+        """Raises ApiError (400, or 404 for another model)."""
+        try:
+            request = cls.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"])) or None
+            hint = REFUSED.get(str(first["loc"][0]), "") if first["loc"] else ""
+            message = f"{place or 'the body'}: {first['msg']}{hint}"
+            raise ApiError(400, message, param=place, code="invalid_value") from None
+        if request.model != MODEL:
+            raise ApiError(
+                404, f"there is no model '{request.model:.80}', only '{MODEL}'", param="model", code="model_not_found"
+            )
+        return request
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        return tuple(message.message() for message in self.messages)
+
+    @property
+    def offered(self) -> tuple[Mapping[str, Any], ...] | None:
+        """The tools as templates read them; None where none may be called."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that the answer may have."""
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min(limits) if limits else None
+
+
+REFUSED = {
+    "n": "; each answer is asked for by a request of its own",
+    "tool_choice": "; no call can be forced upon what is sampled",
+    "parallel_tool_calls": "; what is sampled can't be forced into a single call",
+    "top_logprobs": "; only the sampled token's own logprob is recorded",
+    "response_format": "; nothing constrains what is sampled",
+    "presence_penalty": "; the learner could not reproduce its logprobs",
+    "frequency_penalty": "; the learner could not reproduce its logprobs",
+}
+
+
+# --- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the client reads. prompt_tokens: how many the policy read. pieces: the text of each token, where logprobs were
+    asked for."""
+
+    message: Message
+    completion: Completion
+    prompt_tokens: int
+    pieces: tuple[str, ...] | None = None
+
+    def json(self, name: str) -> dict[str, Any]:
+        choice = {"index": 0, "message": self._message(), "finish_reason": self._reason(), "logprobs": self._logprobs()}
+        return {**_head(name, "chat.completion"), "choices": [choice], "usage": self._usage()}
+
+    def chunks(self, name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
+        """What follows the opening chunk: the answer whole, its end, and, where asked for, the usage."""
+        message = self._message()
+        delta: dict[str, Any] = {"content": message["content"] or ""}
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        yield chunk(name, delta, logprobs=self._logprobs())
+        yield chunk(name, {}, reason=self._reason())
+        if include_usage:
+            yield {**_head(name, "chat.completion.chunk"), "choices": [], "usage": self._usage()}
+
+    def _message(self) -> dict[str, Any]:
+        calls = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))}}
+            for c in self.message.tool_calls
+        ]
+        text = self.message.text
+        spoken = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        return {**spoken, "tool_calls": calls} if calls else spoken
+
+    def _reason(self) -> str:
+        if not self.completion.stop.finished:
+            return "length"
+        return "tool_calls" if self.message.tool_calls else "stop"
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        """Of every sampled token, those included that end the turn and that the content does not show."""
+        if self.pieces is None:
+            return None
+        values = self.completion.logprobs.tolist()
+        tokens = [
+            {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": logprob, "top_logprobs": []}
+            for text, logprob in zip(self.pieces, values, strict=True)
+        ]
+        return {"content": tokens, "refusal": None}
+
+    def _usage(self) -> dict[str, int]:
+        sampled = len(self.completion.tokens)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": self.prompt_tokens + sampled,
+        }
+
+
+def chunk(name: str, delta: Mapping[str, Any], *, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+    """A piece of a streamed answer."""
+    choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+    return {**_head(name, "chat.completion.chunk"), "choices": [choice]}
+
+
+def _head(name: str, kind: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def models() -> dict[str, Any]:
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}]}
+
+
+def event(data: Mapping[str, Any] | str) -> str:
+    """One server-sent event."""
+    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+
+
+def visible(text: str, completion: Completion, stop: tuple[str, ...]) -> str:
+    """The API leaves out the stop string that a request named, and what its token held beyond."""
+    if completion.stop is not StopReason.STOP_STRING:
+        return text
+    ends = [place for string in stop if (place := text.find(string)) >= 0]
+    return text[: min(ends)] if ends else text
