@@ -19,7 +19,7 @@ from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RunConfig, 
 from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.renderer import Renderer
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
-from ratchet.errors import ConfigError, DataError, ModelError
+from ratchet.errors import ConfigError, DataError, MissingDependency, ModelError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
 from ratchet.evals.scores import ScoreEvaluator
@@ -27,7 +27,8 @@ from ratchet.executors.machine import usable_cores
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
-from ratchet.experience.manager import RolloutManager
+from ratchet.experience.manager import Plays, RolloutManager
+from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
@@ -74,11 +75,12 @@ class Policy:
 @dataclass(frozen=True)
 class Arena:
     """An environment with what judges it: `reward` for training (None: its own steps give it), `yardstick` for evaluation
-    (None: the same)."""
+    (None: the same). `agent` plays it; None: the policy itself, in the turns that the environment makes."""
 
     environment: Environment
     reward: Reward | None = None
     yardstick: Reward | None = None
+    agent: Agent | None = None
 
     @property
     def judges(self) -> bool:
@@ -141,8 +143,18 @@ def make_manager(
     policy: Policy, arena: Arena, reward: Reward | None, *, max_context: int | None = None, needs_reward: bool = True
 ) -> RolloutManager:
     """max_context: tokens of an attempt; None: as many as the policy can read."""
-    player = Player(policy.generator, policy.renderer, max_context=max_context or policy.model.max_positions)
+    player = _player(policy, arena.agent, max_context or policy.model.max_positions)
     return RolloutManager(player, arena.copies(), reward, needs_reward=needs_reward)
+
+
+def _player(policy: Policy, agent: Agent | None, max_context: int) -> Plays:
+    if agent is None:
+        return Player(policy.generator, policy.renderer, max_context=max_context)
+    try:
+        from ratchet.experience.proxy.player import AgentPlayer  # it needs a web server
+    except ModuleNotFoundError as missing:
+        raise MissingDependency(str(missing.name), extra="proxy", needed_for="a stage with an agent") from missing
+    return AgentPlayer(agent, policy.generator, policy.renderer, max_context=max_context)
 
 
 def held_out(arena: Arena, plan: Plan) -> list[Task]:
@@ -311,8 +323,16 @@ def template_of(config: RunConfig) -> str | None:
 
 
 def build_arena(stage: StageConfig) -> Arena:
-    environment = construct(stage.environment)
-    return Arena(environment, reward=build_reward(stage.rewards), yardstick=build_reward(stage.yardstick))
+    return Arena(
+        construct(stage.environment),
+        reward=build_reward(stage.rewards),
+        yardstick=build_reward(stage.yardstick),
+        agent=_agent(stage.agent),
+    )
+
+
+def _agent(section: Section | None) -> Agent | None:
+    return None if section is None else Agent(construct(section), getattr(section, "timeout_s"))  # noqa: B009  (of its place)
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:

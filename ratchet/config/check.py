@@ -34,6 +34,7 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
     rows = [
         ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
         ("teacher", _teacher(stage)),
+        ("agent", _kind(stage.agent)),
         ("rewards", ", ".join(_kind(reward) for reward in stage.rewards) or "the environment's own"),
         ("batch", _batch(stage)),
         ("updates", _updates(stage)),

@@ -32,6 +32,20 @@ ESTIMATORS: Mapping[str, str] = {
     "gigpo": "ratchet.algorithms.config.advantages:GiGPO",
     "on_policy_distillation": "ratchet.algorithms.config.advantages:OnPolicyDistillation",
 }
+ENVIRONMENTS: Mapping[str, str] = {
+    "arithmetic": "ratchet.environments.config:ArithmeticConfig",
+    "sorting": "ratchet.environments.config:SortingConfig",
+    "countdown": "ratchet.environments.config:CountdownConfig",
+    "gsm8k": "ratchet.environments.config:GSM8KConfig",
+    "preferences": "ratchet.environments.config:PreferencesConfig",
+    "sliding_puzzle": "ratchet.environments.games_config:SlidingPuzzleConfig",
+    "frozen_lake": "ratchet.environments.games_config:FrozenLakeConfig",
+    "sokoban": "ratchet.environments.games_config:SokobanConfig",
+    "number_guessing": "ratchet.environments.games_config:NumberGuessingConfig",
+    "gymnasium": "ratchet.environments.adapters_config:GymnasiumConfig",
+    "gem": "ratchet.environments.adapters_config:GemConfig",
+    "verifiers": "ratchet.environments.adapters_config:VerifiersConfig",
+}
 KINDS: Mapping[str, Mapping[str, str]] = {
     "algorithm": {
         "sft": "ratchet.algorithms.config.supervised:SFTConfig",
@@ -89,20 +103,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "normalise": "ratchet.algorithms.config.shaping:NormaliseRewards",
         "component_weights": "ratchet.algorithms.config.shaping:ComponentWeights",
     },
-    "environment": {
-        "arithmetic": "ratchet.environments.config:ArithmeticConfig",
-        "sorting": "ratchet.environments.config:SortingConfig",
-        "countdown": "ratchet.environments.config:CountdownConfig",
-        "gsm8k": "ratchet.environments.config:GSM8KConfig",
-        "preferences": "ratchet.environments.config:PreferencesConfig",
-        "sliding_puzzle": "ratchet.environments.games_config:SlidingPuzzleConfig",
-        "frozen_lake": "ratchet.environments.games_config:FrozenLakeConfig",
-        "sokoban": "ratchet.environments.games_config:SokobanConfig",
-        "number_guessing": "ratchet.environments.games_config:NumberGuessingConfig",
-        "gymnasium": "ratchet.environments.adapters_config:GymnasiumConfig",
-        "gem": "ratchet.environments.adapters_config:GemConfig",
-        "verifiers": "ratchet.environments.adapters_config:VerifiersConfig",
-    },
+    "environment": {**ENVIRONMENTS, "mixture": "ratchet.environments.mixture_config:MixtureConfig"},
+    "part": ENVIRONMENTS,  # what a mixture is made of
     "sandbox": {
         "local": "ratchet.sandbox.config:LocalSandboxConfig",
         "docker": "ratchet.sandbox.config:DockerSandboxConfig",
@@ -145,6 +147,10 @@ DEFAULT_KIND: Mapping[str, str] = {"learner": "local", "generator": "engine", "t
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "rewards": {"weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))},
     "estimator": {"weight": (float, Field(1.0, description="Factor on this estimator in the sum of all."))},
+    "part": {
+        "weight": (float, Field(1.0, gt=0, description="Its share of the prompts, relative to the others'.")),
+        "tag": (str, Field("", description="The tag of its tasks; by default its kind.")),
+    },
 }
 
 

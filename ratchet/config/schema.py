@@ -95,8 +95,8 @@ def _default(slot: str, kind: str) -> Any:
 
 def own_rewards(environment: object) -> tuple[Section, ...]:
     """What the environment says judges its answers; nothing where its steps give the rewards themselves."""
-    kind = getattr(environment, "default_reward", "")
-    return (resolve("rewards", {"kind": kind}),) if kind else ()
+    own = getattr(environment, "default_reward", "")
+    return (resolve("rewards", {"kind": own} if isinstance(own, str) else own),) if own else ()
 
 
 def _rewards(fields: dict[str, Any]) -> tuple[Section, ...]:

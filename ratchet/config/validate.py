@@ -227,9 +227,7 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """A built-in environment says what it has; somebody else's is asked when the stage starts."""
     gives = getattr(stage.environment, "gives", None)
     if gives is not None and stage.source is not None and stage.source not in gives:
-        able = [
-            kind for kind in KINDS["environment"] if stage.source in getattr(section_class("environment", kind), "gives", ())
-        ]
+        able = [kind for kind in KINDS["part"] if stage.source in getattr(section_class("part", kind), "gives", ())]
         yield _clash(
             f"algorithm {_kind(stage)} learns from {stage.source}, which environment {getattr(stage.environment, 'kind', '')} "
             f"doesn't have: set environment.kind to {' or '.join(able)}",

@@ -7,8 +7,9 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from ratchet.experience.episode import Player, PromptMemo
+from ratchet.experience.episode import PromptMemo
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Reward
 from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated, Unjudged
@@ -16,6 +17,14 @@ from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajec
 log = logging.getLogger(__name__)
 
 Rows = list[Trajectory]  # of one attempt: one, unless its history forked
+
+
+class Plays(Protocol):
+    """Who plays attempts: `ratchet.experience.episode.Player`, or an agent from outside."""
+
+    async def play(
+        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+    ) -> Rows: ...
 
 
 class RolloutManager:
@@ -27,7 +36,7 @@ class RolloutManager:
 
     def __init__(
         self,
-        player: Player,
+        player: Plays,
         new_environment: Callable[[], Environment],
         reward: Reward | None,
         *,

@@ -296,15 +296,14 @@ class ByTagConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.by_tag:ByTag"
 
     domains: dict[str, Rewards] = Field(
-        min_length=1, description='Rewards for each tag, as under `rewards`; "*" is for tags that are not listed.'
+        min_length=1,
+        description='Rewards for each tag, as under `rewards`; none where its steps judge; "*" is for tags not listed.',
     )
 
     @model_validator(mode="after")
     def _distinct(self) -> ByTagConfig:
         for tag, sections in self.domains.items():
             kinds = [getattr(section, "kind", "") for section in sections]
-            if not kinds:
-                raise ValueError(f"domain '{tag}' has no rewards: give it some, or leave it out")
             if len(set(kinds)) < len(kinds):
                 raise ValueError(f"domain '{tag}' has rewards {', '.join(kinds)}: give each kind once")
         return self

@@ -20,6 +20,8 @@ PURPOSES = {
     "tokenizers": ("", "tokens"),
     "safetensors": ("", "model files"),
     "tensorboard": ("", "curves in TensorBoard"),
+    "fastapi": ("proxy", "training of black-box agents"),
+    "uvicorn": ("proxy", "training of black-box agents"),
     "trl": ("peers", "the peer that `make bench` runs beside Ratchet"),
     "pytest": ("dev", "the test suite"),
 }

@@ -151,7 +151,7 @@ MODULES = {
     "advantage": ["algorithms.config.advantages"],
     "policy_loss": ["algorithms.config.policy_losses"],
     "shaping": ["algorithms.config.shaping"],
-    "environment": ["environments.config"],
+    "environment": ["environments.config", "environments.mixture_config"],
     "rewards": ["rewards.config"],
     "learner": ["learners.config"],
     "generator": ["generators.config"],

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -8,7 +9,7 @@ from ratchet.config.kinds import resolve
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
 from ratchet.testing import answered, check_reward
-from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
+from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated, Turn
 
 DOMAINS = {
     "sums": [{"kind": "exact_match"}, {"kind": "length", "weight": 0.5, "unit": "characters", "at_most": 3}],
@@ -51,11 +52,23 @@ def test_a_tag_without_rewards_fails_unless_there_are_some_for_any():
     assert cut.reward == 0.0
 
 
+def test_a_domain_without_rewards_leaves_its_attempts_to_its_environments_steps():
+    reward = made({"puzzle": []})
+
+    def played(*rewards, ended=None):
+        turns = tuple(Turn(0, 0, r) for r in rewards)
+        (found,) = asyncio.run(reward.score([replace(answered(task("puzzle"), "up", ended), turns=turns)], task("puzzle")))
+        return found
+
+    assert played(0.0, 1.0) == Scored(0.0, {"by_tag": 0.0})  # to which the turns' own rewards are added
+    assert played(None, ended=Truncated(None)) == Truncated(0.0, {"by_tag": 0.0})
+    assert "domain 'puzzle' has no rewards, and its environment gave none" in played(None).detail
+
+
 @pytest.mark.parametrize(
     ("domains", "message"),
     [
         ({}, "at least 1 item"),
-        ({"a": []}, "domain 'a' has no rewards"),
         ({"a": [{"kind": "length"}, {"kind": "length"}]}, "domain 'a' has rewards length, length: give each kind once"),
         ({"a": [{"kind": "exact_match", "colour": 1}]}, "colour"),
         ({"a": [{"kind": "exact_macth"}]}, "did you mean 'exact_match'"),

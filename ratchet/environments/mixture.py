@@ -1,0 +1,135 @@
+"""Several environments as one: each has its share of the prompts, interleaved evenly, and stamps its tag on its tasks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from ratchet.config.kinds import construct
+from ratchet.environments.mixture_config import MixtureConfig, tag_of
+from ratchet.errors import DataError
+from ratchet.interfaces import Compares, Environment, Judges, OffersTools, Step, Steps
+from ratchet.types import Comparison, Judged, Message, Split, Task
+
+
+class Mixture:
+    """A task is its part's, but for its tag and an id that begins with it. Which part serves position i follows from the
+    weights alone, so that a resumed run goes on where it was, in every part."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        self.config = config
+        self._parts: dict[str, Environment] = {tag_of(part): construct(part) for part in config.parts}
+        self._shares = [Fraction(str(getattr(part, "weight", 1.0))) for part in config.parts]
+        self._own: dict[str, Environment] = {}
+        self._playing: Environment | None = None
+        self.replayable = all(part.replayable for part in self._parts.values())
+
+    def __copy__(self) -> Mixture:
+        """Parts keep in attributes what belongs to one attempt: each copy plays with copies of its own."""
+        made = object.__new__(type(self))
+        made.__dict__ |= {**self.__dict__, "_own": {}, "_playing": None}
+        return made
+
+    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
+        if split == "test":
+            return itertools.islice(self._test(seed), start, None)
+        return self._train(seed, start)
+
+    def _train(self, seed: int, start: int) -> Iterator[Task]:
+        upcoming: dict[int, Iterator[Task]] = {}
+        tags = list(self._parts)
+        for position in itertools.count(start):
+            part, index = place(position, self._shares)
+            if part not in upcoming:
+                upcoming[part] = self._parts[tags[part]].tasks("train", seed=seed, start=index)
+            task = next(upcoming[part], None)
+            if task is None:
+                raise DataError(f"part '{tags[part]}' of the mixture ended its training tasks: it must pass over its data")
+            yield self._stamped(tags[part], task)
+
+    def _test(self, seed: int) -> Iterator[Task]:
+        """By the same shares, as long as a part has tasks; the others go on without it."""
+        left = dict(enumerate(part.tasks("test", seed=seed) for part in self._parts.values()))
+        tags = list(self._parts)
+        for position in itertools.count():
+            part, _ = place(position, self._shares)
+            task = next(left[part], None) if part in left else None
+            if task is not None:
+                yield self._stamped(tags[part], task)
+                continue
+            left.pop(part, None)
+            if not left:
+                return
+
+    def _stamped(self, tag: str, task: Task) -> Task:
+        return replace(task, id=f"{tag}:{task.id}", tag=tag)
+
+    def _part(self, task: Task) -> Environment:
+        if task.tag not in self._parts:
+            raise DataError(f"task '{task.id}' has the tag '{task.tag}', and the mixture's parts are {', '.join(self._parts)}")
+        return self._parts[task.tag]
+
+    # --- one attempt
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        part = self._part(task)
+        self._playing = self._own.setdefault(task.tag, copy.copy(part))
+        return await self._playing.reset(task)
+
+    async def step(self, message: Message) -> Step:
+        assert self._playing is not None, "step before reset"
+        return await self._playing.step(message)
+
+    async def close(self) -> None:
+        own, self._own = self._own, {}
+        for part in own.values():
+            await part.close()
+
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        part = self._own.get(task.tag, self._part(task))
+        return part.tools(task) if isinstance(part, OffersTools) else ()
+
+    # --- given text
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        return self._part(task).demonstration(task)
+
+    def comparison(self, task: Task) -> Comparison:
+        part = self._part(task)
+        if not isinstance(part, Compares):
+            raise DataError(f"part '{task.tag}' of the mixture has no pairs to compare")
+        return part.comparison(task)
+
+    def judged(self, task: Task) -> Judged:
+        part = self._part(task)
+        if not isinstance(part, Judges):
+            raise DataError(f"part '{task.tag}' of the mixture has no judged answers")
+        return part.judged(task)
+
+    def steps(self, task: Task) -> Sequence[tuple[str, float]]:
+        part = self._part(task)
+        if not isinstance(part, Steps):
+            raise DataError(f"part '{task.tag}' of the mixture has no answers in labelled steps")
+        return part.steps(task)
+
+
+def place(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:
+    """(which part serves a position, which of that part's tasks it is).
+
+    The first part takes those positions at which its rounded-up share of all grows; the rest are numbered anew and shared out
+    among the others in the same way. So after any number of positions every part has its share to within one task per
+    part before it, and nothing has to be counted from the start.
+    """
+    left = sum(shares, Fraction(0))
+    for part, share in enumerate(shares):
+        taken = math.ceil(position * share / left)
+        if math.ceil((position + 1) * share / left) > taken:
+            return part, taken
+        position -= taken
+        left -= share
+    raise AssertionError("the last part takes all that is left")

@@ -1,0 +1,52 @@
+"""Configuration of a mixture of environments. Free of torch and of their code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from ratchet.config.base import Section
+from ratchet.config.kinds import Slot
+from ratchet.environments.config import EnvironmentConfig
+
+
+class MixtureConfig(EnvironmentConfig):
+    """Several environments in one run, each with its share of the prompts and, by its tag, its own rewards."""
+
+    builds: ClassVar[str] = "ratchet.environments.mixture:Mixture"
+
+    parts: Annotated[tuple[SerializeAsAny[Section], ...], Slot("part", many=True)] = Field(
+        min_length=1, description="Environments, each with its weight, and a tag where two are of one kind."
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> MixtureConfig:
+        tags = [tag_of(part) for part in self.parts]
+        repeated = next((tag for tag in tags if tags.count(tag) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"two parts have the tag '{repeated}': give one of them another, tag: {repeated}_2")
+        return self
+
+    @property
+    def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Each part's own, by its tag; nothing where all of them judge by their steps."""
+        own = {tag_of(part): getattr(part, "default_reward", "") for part in self.parts}
+        if not any(own.values()):
+            return ""
+        return {"kind": "by_tag", "domains": {tag: [{"kind": kind}] if kind else [] for tag, kind in own.items()}}
+
+    @property
+    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What all parts have; nothing is said of those that somebody else wrote."""
+        given = [frozenset(found) for part in self.parts if (found := getattr(part, "gives", None)) is not None]
+        return frozenset.intersection(*given) if given else EnvironmentConfig.gives
+
+    @property
+    def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(getattr(part, "judges", True) for part in self.parts)
+
+
+def tag_of(part: Section) -> str:
+    return getattr(part, "tag", "") or str(getattr(part, "kind", "")).rpartition(":")[2]
