@@ -10,28 +10,29 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ratchet.executors.environment import inherited
 from ratchet.experience.proxy.config import CommandConfig
 from ratchet.types import Task
 
-# (task, base URL, API key) -> anything: the rewards find it in `Trajectory.extras["result"]`.
-Agent = Callable[[Task, str, str], Any]
-
 MAX_OUTPUT = 2**20  # bytes that are kept of what a program writes to each of its two outputs, the last ones
 TAIL = 2000  # characters of its errors in a failure
 
 
-async def play(agent: Agent, task: Task, base_url: str, api_key: str) -> Any:
-    """What the agent gives. A plain function runs in a thread of its own: none of the agents waits for another."""
-    if _is_async(agent):
-        return await agent(task, base_url, api_key)
-    return await _in_thread(lambda: agent(task, base_url, api_key))
+@dataclass(frozen=True)
+class Agent:
+    """act: (task, base URL, API key) -> anything; rewards find it in `Trajectory.extras["result"]`. timeout_s: of each."""
 
+    act: Callable[[Task, str, str], Any]
+    timeout_s: float = 300.0
 
-def _is_async(agent: Agent) -> bool:
-    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+    async def play(self, task: Task, base_url: str, api_key: str) -> Any:
+        """What `act` gives. A plain function runs in a thread of its own: no attempt waits for another."""
+        if inspect.iscoroutinefunction(self.act) or inspect.iscoroutinefunction(getattr(self.act, "__call__", None)):  # noqa: B004
+            return await self.act(task, base_url, api_key)
+        return await _in_thread(lambda: self.act(task, base_url, api_key))
 
 
 def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ratchet.data.renderer import Renderer
 from ratchet.experience.episode import PromptMemo
-from ratchet.experience.proxy.agents import Agent, play
+from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.proxy.server import Proxy
 from ratchet.experience.proxy.session import Session
 from ratchet.interfaces import Environment, Generator
@@ -34,24 +34,32 @@ class AgentPlayer:
         self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
     ) -> list[Trajectory]:
         """The attempt's trajectories as `Player.play` gives them: not yet judged, of one outcome, the one with the last answer
-        last. What the agent returned is in their extras as "result". It failed as "agent" where the agent raised; it was
-        truncated where its context or turns were used up, or a limit of the run cut its last answer."""
+        last. What the agent returned is in their extras as "result".
+
+        It failed as "agent" where the agent raised, as "timeout" where it took too long. It was truncated where its context or
+        its turns were used up, or where a limit of the run cut its last answer."""
         session = Session(self.generator, self.renderer, sampling, max_context=self.max_context, max_turns=self.max_turns)
         async with self.proxy.open(session) as (base_url, api_key):
             playing = asyncio.ensure_future(self._played(task, base_url, api_key))
             try:
-                await asyncio.wait({playing, session.ended}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({playing, session.ended}, timeout=self.agent.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                late = not playing.done()
             finally:
                 playing.cancel()
                 await asyncio.wait({playing})
             result, error = (None, "") if playing.cancelled() else playing.result()
-            outcome = session.ended.result() if session.ended.done() else _outcome(session, error)
+            if session.ended.done():
+                outcome = session.ended.result()
+            elif late:
+                outcome = Failed("timeout", f"the agent took more than {self.agent.timeout_s:g} s")
+            else:
+                outcome = _outcome(session, error)
             return session.trajectories(attempt, outcome, {"result": result})
 
     async def _played(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:
         """(what the agent returned, the traceback of what it raised)"""
         try:
-            return await play(self.agent, task, base_url, api_key), ""
+            return await self.agent.play(task, base_url, api_key), ""
         # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own attempt.
         except (Exception, SystemExit):
             return None, traceback.format_exc()

@@ -52,7 +52,7 @@ EOS = RENDERER.stop_ids[0]
 
 
 class Scripted(FakeGenerator):
-    """Says `lines` in turn, whatever it is asked; each token with a logprob of its own. `hold`: waits for it before answering."""
+    """Says `lines` in turn, whatever it is asked; each token has a logprob of its own. `hold`: what it waits for first."""
 
     def __init__(self, lines=CALLS):
         self.lines, self.hold, self.waiting, self.cancelled = list(lines), None, asyncio.Event(), 0
