@@ -129,6 +129,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "remote": "ratchet.rewards.config:RemoteConfig",
         "by_tag": "ratchet.rewards.config:ByTagConfig",
     },
+    "agent": {"command": "ratchet.experience.proxy.config:CommandConfig"},
     "learner": {"local": "ratchet.learners.config:LocalConfig"},
     "generator": {
         "engine": "ratchet.generators.config:EngineConfig",
@@ -147,6 +148,7 @@ DEFAULT_KIND: Mapping[str, str] = {"learner": "local", "generator": "engine", "t
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "rewards": {"weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))},
     "estimator": {"weight": (float, Field(1.0, description="Factor on this estimator in the sum of all."))},
+    "agent": {"timeout_s": (float, Field(300.0, gt=0, description="Seconds that an attempt may take; it then fails."))},
     "part": {
         "weight": (float, Field(1.0, gt=0, description="Its share of the prompts, relative to the others'.")),
         "tag": (str, Field("", description="The tag of its tasks; by default its kind.")),
@@ -273,7 +275,7 @@ def call_unpacked(section: Unpacked, *context: Any, **named: Any) -> Any:
 
 
 # Slots whose dotted path may name a plain function, and how many arguments it is called with; the others are its keys.
-FUNCTION_ARGUMENTS = {"rewards": 2, "advantage": 2, "estimator": 2, "policy_loss": 2, "shaping": 2}
+FUNCTION_ARGUMENTS = {"rewards": 2, "advantage": 2, "estimator": 2, "policy_loss": 2, "shaping": 2, "agent": 3}
 
 
 def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Section]:
@@ -307,15 +309,18 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
 
 @dataclass(frozen=True)
 class Slot:
-    """Marks a field whose section (or, with `many`, list of sections) is chosen by `kind:`."""
+    """Marks a field whose section (or, with `many`, list of sections) is chosen by `kind:`; with `optional`, null is none."""
 
     name: str
     many: bool = False
+    optional: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.choose, handler(source))
 
     def choose(self, value: Any) -> Any:
+        if value is None and self.optional:
+            return None
         if not self.many:
             return self._choose_one(value)
         if not isinstance(value, list | tuple):

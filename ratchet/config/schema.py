@@ -122,6 +122,9 @@ class StageConfig(Section):
         default_factory=_yardstick,
         description="What judges in evaluation; by default the environment's own reward, so that shaping can't move it.",
     )
+    agent: Annotated[Chosen | None, Slot("agent", optional=True)] = Field(
+        default=None, description="Plays the attempts, through an OpenAI-compatible server; null: the environment's own turns."
+    )
     steps: int = Field(default=100, ge=1, description="Batches to train on.")
     batch_size: int = Field(default=32, ge=1, description="Groups (prompts, rows or pairs) a step.")
     examples: int | None = Field(default=None, ge=1, description="Distinct training tasks; null: no limit.")

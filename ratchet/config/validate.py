@@ -252,6 +252,23 @@ def _judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """As a default that another stage reads, it is in order."""
+    if stage.agent is None:
+        return
+    kind = getattr(stage.agent, "kind", "")
+    shared = any(other.source in ("rollouts", None) and other.agent == stage.agent for other in config.stages)
+    if not shared and not stage.evaluation.tasks:
+        yield _clash(f"agent {kind} plays attempts, and algorithm {_kind(stage)} makes none: remove agent", "agent.kind")
+    if stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True) and not stage.rewards:
+        yield _clash(
+            f"nothing judges the attempts of agent {kind}, which the steps of environment "
+            f"{getattr(stage.environment, 'kind', '')} don't see: set rewards",
+            "agent.kind",
+            "rewards",
+        )
+
+
 def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
@@ -280,5 +297,6 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _reward_names,
     _given,
     _judged,
+    _agent,
     _overlong,
 )
