@@ -174,6 +174,21 @@ class OffersTools(Protocol):
 
 
 @runtime_checkable
+class OffersStops(Protocol):
+    """An environment that says which strings end the policy's next turn, beside those of the recipe. Asked for before each."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """An environment with numbers of its own on the groups of a step, beside those that every run measures."""
+
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]: ...
+
+
+@runtime_checkable
 class Compares(Protocol):
     """An environment that also has better and worse answers to its tasks, for preference learning and reward models."""
 

@@ -60,6 +60,7 @@ class Run:
     observers: Sequence[Observer] = ()
     evaluator: Evaluator | PairEvaluator | ScoreEvaluator | None = None
     managers: Sequence[RolloutManager] = ()
+    environment_numbers: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
     evaluate_every: int = 0
     save: Callable[[int], Awaitable[None]] | None = None
     save_every: int = 0
@@ -99,6 +100,8 @@ class Run:
         self.batcher.ack(groups, step)
         seconds = time.monotonic() - self._step_started
         numbers = measure_groups(groups)
+        if self.environment_numbers is not None:
+            numbers |= {f"environment/{name}": value for name, value in self.environment_numbers(groups).items()}
         self.progress.seconds += seconds
         self.progress.trained_tokens += numbers["trained_tokens"]
         self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)

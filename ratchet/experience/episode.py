@@ -22,7 +22,7 @@ import numpy as np
 from ratchet.data.renderer import Renderer, Tools
 from ratchet.errors import DataError
 from ratchet.experience.seeds import seed_for
-from ratchet.interfaces import Environment, Generator, OffersTools, Step
+from ratchet.interfaces import Environment, Generator, OffersStops, OffersTools, Step
 from ratchet.types import (
     Cancelled,
     Completion,
@@ -225,7 +225,7 @@ class Player:
         environment = play.environment
         play.messages = list(_checked(await _guarded(lambda: environment.reset(play.task)), "reset", environment))
         if isinstance(environment, OffersTools):
-            play.tools = await _tools(environment, play.task)
+            play.tools = await _tools(environment, play.task) or None  # a mixture may have none for this task
             play.metrics["malformed_tool_calls"] = 0
         play.strand.record.add(Owner.PROMPT, memo.render(self.renderer, play.messages, play.tools))
         for number in range(self.max_turns):
@@ -244,7 +244,7 @@ class Player:
 
     async def _turn(self, play: Play, number: int, room: int) -> tuple[bool, Outcome | None]:
         """(whether the attempt ended with it, its outcome if it is known)"""
-        own, strand = play.sampling, play.strand
+        own, strand = _with_stops(play.sampling, play.environment), play.strand
         if number or room < own.max_new_tokens:
             seed = seed_for(own.seed, number) if number else own.seed
             own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, room))
@@ -288,6 +288,12 @@ class Player:
         else:
             play.strands.append(Strand())
             play.strand.record.add(Owner.PROMPT, self.renderer.prompt(play.messages, play.tools))
+
+
+def _with_stops(sampling: Sampling, environment: Environment) -> Sampling:
+    if not isinstance(environment, OffersStops):
+        return sampling
+    return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings))))
 
 
 async def _tools(environment: OffersTools, task: Task) -> Tools:

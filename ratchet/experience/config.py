@@ -1,0 +1,48 @@
+"""Configuration of what this package gives to recipes. Free of torch and of the code itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from ratchet.config.kinds import imported
+from ratchet.environments.config import EnvironmentConfig
+from ratchet.errors import ConfigError
+
+METHODS = ("step", "global_post_process_and_metrics")
+
+
+class MessageLogConfig(EnvironmentConfig):
+    """An environment written to `ratchet.experience.interop.EnvironmentInterface` (docs/rollouts.md)."""
+
+    builds: ClassVar[str] = "ratchet.experience.interop.training:MessageLogEnvironment"
+    gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+
+    interface: str = Field(description="Path of its class: my_pkg.my_mod:MyEnv.")
+    arguments: dict[str, Any] = Field({}, description="What the class is made with, by name.")
+    data: str = Field(description='Path of a function of the split, "train" or "test", that gives its samples as DatumSpecs.')
+
+    @field_validator("interface", "data")
+    @classmethod
+    def _can_be_imported(cls, path: str) -> str:
+        try:
+            found = imported(path)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if not callable(found):
+            raise ValueError(f"'{path}' can't be called: name a class or a function")
+        return path
+
+    @model_validator(mode="after")
+    def _is_made_with_its_arguments(self) -> MessageLogConfig:
+        made = imported(self.interface)
+        missing = next((name for name in METHODS if not hasattr(made, name)), None)
+        if missing is not None:
+            raise ValueError(f"interface '{self.interface}' has no method {missing}: derive it from EnvironmentInterface")
+        try:
+            inspect.signature(made).bind(**self.arguments)
+        except TypeError as error:
+            raise ValueError(f"arguments don't fit '{self.interface}': {error}") from error
+        return self
