@@ -32,7 +32,7 @@ from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Environment, Generator, Learner, Reward
+from ratchet.interfaces import Environment, Generator, Learner, Measures, Reward
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
 from ratchet.links.shared import SharedLink
@@ -134,6 +134,7 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         last_step=first + plan.steps,
         managers=(manager, *evaluator.managers) if evaluator else (manager,),
         evaluator=evaluator,
+        environment_numbers=arena.environment.measure if isinstance(arena.environment, Measures) else None,
         evaluate_every=plan.evaluation.every,
         **around,
     )

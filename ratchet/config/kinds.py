@@ -45,6 +45,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "gymnasium": "ratchet.environments.adapters_config:GymnasiumConfig",
     "gem": "ratchet.environments.adapters_config:GemConfig",
     "verifiers": "ratchet.environments.adapters_config:VerifiersConfig",
+    "message_log": "ratchet.experience.config:MessageLogConfig",
 }
 KINDS: Mapping[str, Mapping[str, str]] = {
     "algorithm": {
