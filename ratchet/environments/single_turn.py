@@ -32,6 +32,7 @@ class Problem(NamedTuple):
     prompt: str
     answer: str
     meta: Mapping[str, Any] = {}
+    seed: int = 0
 
 
 class SingleTurn(ABC):
@@ -104,6 +105,7 @@ class Procedural(SingleTurn):
             messages=(Message("user", problem.prompt),),
             answer=problem.answer,
             environment=self.name,
+            seed=problem.seed,
             tag=self.name,
             meta=problem.meta,
         )

@@ -1,11 +1,14 @@
 import importlib
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from ratchet.config.kinds import KINDS, section_class
 from ratchet.data.builtin_tokenizers import byte_tokenizer
+from ratchet.environments.adapters_config import GemConfig, SeededConfig, VerifiersConfig
 from ratchet.environments.config import ArithmeticConfig, CountdownConfig, GSM8KConfig, PreferencesConfig, SortingConfig
+from ratchet.environments.games_config import GameConfig
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
@@ -24,11 +27,13 @@ def reward_model_in(directory):
 
 
 @pytest.mark.parametrize("section", [*ENVIRONMENTS, *REWARDS])
-def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path):
+def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # words_taskset
     module, name = section.builds.split(":")
     built = getattr(importlib.import_module(module), name)
     needed = {"train": "t.jsonl", "pattern": "x", "domains": {"*": [{"kind": "exact_match"}]}}
-    needed |= {"url": "http://localhost:1/v1", "model": "m"}
+    needed |= {"url": "http://localhost:1/v1", "model": "m", "taskset": "words_taskset"}
+    needed |= {"path": "collections:OrderedDict"} if issubclass(section, GemConfig) else {"id": "FrozenLake-v1"}
     if issubclass(section, RewardModelConfig):
         needed["path"] = reward_model_in(tmp_path)
     config = section(**{name: value for name, value in needed.items() if name in section.model_fields})
@@ -37,7 +42,8 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path):
 
 @pytest.mark.parametrize("section", ENVIRONMENTS)
 def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_judged(section):
-    assert section.default_reward in KINDS["rewards"] or issubclass(section, PreferencesConfig)
+    judged = (PreferencesConfig, GameConfig, SeededConfig, VerifiersConfig)
+    assert section.default_reward in KINDS["rewards"] or issubclass(section, judged)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_answers_worked_by_hand(operator, x, y, plain, reverse):
         rng = Scripted(x, y)
         rng.choice = lambda options: options[0]
         problem = Arithmetic(config).sample(rng)
-        assert problem == (f"{x:02d}{operator}{y:02d}=", answer, {})
+        assert problem[:3] == (f"{x:02d}{operator}{y:02d}=", answer, {})
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12), st.booleans())
@@ -108,7 +108,7 @@ def test_the_small_test_space_ends():
 
 @given(st.integers(0, 2**32), st.integers(1, 40))
 def test_sorted_answers_are_right(seed, digits):
-    prompt, answer, _ = Sorting(SortingConfig(digits=digits)).sample(random.Random(seed))
+    prompt, answer, *_ = Sorting(SortingConfig(digits=digits)).sample(random.Random(seed))
     assert prompt[-1] == "="
     assert len(prompt) == digits + 1
     assert all(a <= b for a, b in pairwise(answer))

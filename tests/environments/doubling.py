@@ -1,0 +1,26 @@
+"""An environment in the style of ROLL: draws from the process's generators, has instructions, a suffix and metrics."""
+
+import random
+
+import numpy as np
+
+
+class Doubling:
+    def __init__(self, rounds=2):
+        self.rounds = rounds
+
+    def reset(self, seed=None):
+        random.seed(seed)
+        np.random.seed(seed)
+        self.left = self.rounds
+        return self._ask(), {"env_instruction": "Double what you are given.", "suffix": "Answer?"}
+
+    def _ask(self):
+        self.number = random.randrange(100) + int(np.random.randint(100))
+        return f"Number: {self.number}"
+
+    def step(self, action):
+        right = action == str(2 * self.number)
+        self.left -= 1
+        info = {"suffix": "Answer?", "metrics": {"action_is_valid": action.isdigit(), "note": "text"}}
+        return self._ask(), float(right), self.left == 0, action == "late", info
