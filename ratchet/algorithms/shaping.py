@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.advantages.common import attempts_of, mean_by, std_by, sum_by, whole
+from ratchet.algorithms.advantages.common import attempt_index, attempts_of, mean_by, std_by, sum_by, whole
 from ratchet.algorithms.advantages.group import require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
@@ -22,10 +22,8 @@ ENVIRONMENT = "environment"  # name of the reward's part that turns gave
 
 def answer_lengths(batch: Batch) -> Tensor:
     """|y| of each row's attempt, float64 [S]."""
-    keys = torch.stack([batch.group_S, batch.attempt_S], dim=1)
-    pairs, attempt_S = torch.unique(keys, dim=0, return_inverse=True)
-    written_S = batch.sequence_sum((batch.turn_T >= 0).double())
-    return sum_by(attempt_S, written_S, len(pairs))[attempt_S]
+    attempt_S, size = attempt_index(batch)
+    return sum_by(attempt_S, batch.sequence_sum((batch.turn_T >= 0).double()), size)[attempt_S]
 
 
 def keep_judged(batch: Batch, state: AlgoState) -> Batch:

@@ -146,7 +146,8 @@ def _shards(case: Case) -> None:
 
 
 def _order(case: Case) -> None:
-    """Groups in any order, and rows within a group, but for pairs, whose first row is the chosen one."""
+    """Groups in any order, and rows within a group, but for pairs, whose first row is the chosen one, and for the rows of one
+    attempt, which follow each other."""
     rng = np.random.default_rng(case.draw.seed)
     algorithm = case.algorithm
     groups = case.draw.groups(algorithm)
@@ -154,7 +155,7 @@ def _order(case: Case) -> None:
     shuffled = [groups[i] for i in rng.permutation(len(groups))]
     if algorithm.source != "pairs":
         shuffled = [
-            replace(group, trajectories=tuple(group.trajectories[i] for i in rng.permutation(len(group.trajectories))))
+            replace(group, trajectories=tuple(row for i in rng.permutation(len(group.attempts)) for row in group.attempts[i]))
             for group in shuffled
         ]
     moved = [id(row) for group in shuffled for row in group.trajectories if row.counts]

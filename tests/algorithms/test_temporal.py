@@ -124,6 +124,27 @@ def test_the_last_step_pays_what_the_turns_have_not():
     assert batch.need("advantages").tolist() == [0, 0, 1, 0, 2]
 
 
+def test_a_forked_attempt_is_one_episode_whatever_its_rows():
+    # Reward 3, of which the first row's turn was paid 1: the rest, 2, lands once, on the last step of the last row.
+    whole = agent((2, 1.0, ""), (1, None, ""), reward=3.0, ending="truncated", values=[0, 4, 5, 0, 6], bootstrap=8.0)
+    first = agent((2, 1.0, ""), reward=3.0, ending="truncated", values=[0, 4, 5], bootstrap=99.0)
+    last = agent((1, None, ""), reward=3.0, ending="truncated", values=[0, 6], bootstrap=8.0)
+    other = agent((1, None, ""), attempt=1, reward=0.0, values=[0, 1])
+    forked = [first, other, last]
+    assert step_rewards(filled(forked)).tolist() == [0, 0, 1, 0, 0, 0, 2]
+    options = {"gamma": 0.5, "lam": 0.5, "length_alpha": 0.5}
+    for name in ("advantages", "returns"):
+        batch, split = (gae(filled(r, "values", "bootstrap_values"), AlgoState(), **options) for r in ([whole, other], forked))
+        expected = batch.need(name)[batch.trainable_T]
+        assert split.need(name)[split.trainable_T].tolist() == expected[[0, 1, 3, 2]].tolist()
+    batch, split = (
+        turn_returns(filled([whole]), AlgoState(), gamma=0.5),
+        turn_returns(filled([first, last]), AlgoState(), gamma=0.5),
+    )
+    assert split.need("advantages")[split.trainable_T].tolist() == batch.need("advantages")[batch.trainable_T].tolist()
+    assert split.need("advantages").tolist() == [0, 2, 2, 0, 2]  # 1 + 2 / 2, then 2
+
+
 def test_rewards_of_tokens_that_do_not_train_are_no_step_rewards():
     row = Row("g", 0, [1, 2, 3], [False, True, False], reward=1.0, token_rewards=[0, 0.5, 0])
     batch = filled([row]).fill_tokens(token_rewards=torch.tensor([3.0, 0.5, 7.0], dtype=torch.float64))
@@ -145,10 +166,14 @@ def test_decoupled_lambdas():
 def test_without_a_critic_or_discount_the_first_step_is_worth_all_rewards(rows: list[Row]):
     rows = [replace(row, values=[0.0] * len(row.tokens), bootstrap=0.0) for row in rows]
     found = critic(rows, gamma=1.0, lam=1.0).need("advantages")
-    parts = found.split([len(row.tokens) for row in rows if row.counts])
-    for row, part in zip(kept(rows, rows), parts, strict=True):
-        if row.learns_from_reward and row.steps:
-            assert float(part[row.steps[0]]) == pytest.approx(row.reward + sum(row.token_rewards), abs=1e-10)
+    rows = kept(rows, rows)
+    parts = found.split([len(row.tokens) for row in rows])
+    for attempt in oracle.attempts(rows):
+        steps = [(i, t) for i in attempt for t in rows[i].steps]
+        if rows[attempt[0]].learns_from_reward and steps:
+            i, t = steps[0]
+            dense = sum(sum(rows[i].token_rewards) for i in attempt)
+            assert float(parts[i][t]) == pytest.approx(rows[i].reward + dense, abs=1e-10)
 
 
 def test_a_row_that_nobody_judged_teaches_neither_policy_nor_critic():

@@ -133,7 +133,7 @@ def gdpo(rows: list[Row], *, weights: dict[str, float] | None, epsilon: float) -
 def returns_to_go(rows: list[Row], *, baseline: str) -> Ragged:
     """What REINFORCE++ whitens: at each step, the row's reward (less its group's mean) and the dense rewards still to come."""
     found: Ragged = []
-    for row in rows:
+    for i, row in enumerate(rows):
         out = [0.0] * len(row.tokens)
         if row.learns_from_reward:
             assert row.reward is not None
@@ -141,8 +141,10 @@ def returns_to_go(rows: list[Row], *, baseline: str) -> Ragged:
             own = row.reward
             if baseline == "group":
                 own = 0.0 if min(rewards) == max(rewards) else own - mean_of(rewards)
+            later = [other for other in rows[i + 1 :] if (other.group, other.attempt) == (row.group, row.attempt)]
+            after = math.fsum(math.fsum(other.token_rewards) for other in later)  # the history forked
             for t in row.steps:
-                out[t] = own + math.fsum(row.token_rewards[t:])
+                out[t] = own + math.fsum(row.token_rewards[t:]) + after
         found.append(out)
     return found
 

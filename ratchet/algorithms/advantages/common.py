@@ -1,4 +1,4 @@
-"""What the estimators share: attempts and their returns, steps of a row, sums by index, spreading over tokens.
+"""What the estimators share: attempts and their returns, steps of an attempt, sums by index, spreading over tokens.
 
 T = tokens, S = sequences, A = attempts, G = groups. Statistics are float64 and count *attempts*: an attempt whose history
 forked is several sequences, but one draw from the policy. Only scored training attempts enter them.
@@ -71,6 +71,12 @@ def attempts_of(batch: Batch) -> Attempts:
     return Attempts(batch, row_S, attempt_R, pairs[:, 0], rewards_A)
 
 
+def attempt_index(batch: Batch) -> Index:
+    """The attempt of each sequence: several sequences of one are its stretches, in the batch's order."""
+    pairs, attempt_S = torch.unique(torch.stack([batch.group_S, batch.attempt_S], dim=1), dim=0, return_inverse=True)
+    return attempt_S, len(pairs)
+
+
 def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=x.dtype).index_add(0, index, x)
 
@@ -131,53 +137,55 @@ def spread(batch: Batch, advantages_S: Tensor) -> Batch:
     return batch.fill_tokens(advantages=torch.where(batch.trainable_T, advantages_S[batch.sequence_T], 0.0))
 
 
-# --- along rows. N = steps, L = most steps of a row
+# --- along attempts. N = steps, L = most steps of an attempt
 
 
-def discounted_sums(x_SL: Tensor, factor_S: Tensor) -> Tensor:
-    """y_k = x_k + factor y_{k+1} along each row."""
-    sums_SL = torch.zeros_like(x_SL)
-    following_S = torch.zeros_like(factor_S)
-    for k in range(x_SL.shape[1] - 1, -1, -1):
-        following_S = x_SL[:, k] + factor_S * following_S
-        sums_SL[:, k] = following_S
-    return sums_SL
+def discounted_sums(x_AL: Tensor, factor_A: Tensor) -> Tensor:
+    """y_k = x_k + factor y_{k+1} along each attempt."""
+    sums_AL = torch.zeros_like(x_AL)
+    following_A = torch.zeros_like(factor_A)
+    for k in range(x_AL.shape[1] - 1, -1, -1):
+        following_A = x_AL[:, k] + factor_A * following_A
+        sums_AL[:, k] = following_A
+    return sums_AL
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of ragged rows (their trainable tokens, in order) as a padded matrix and back: padding is 0 and comes last, so
-    it adds nothing to earlier steps."""
+    """The steps of ragged attempts (the trainable tokens of their rows, in order) as a padded matrix and back: padding is 0 and
+    comes last, so it adds nothing to earlier steps. Where a history forked, the first step of a row follows the last one of
+    the row before it."""
 
     step_N: Tensor  # flat token index of every step
-    row_N: Tensor
-    place_N: Tensor  # of the step within its row
-    count_S: Tensor
+    attempt_N: Tensor
+    place_N: Tensor  # of the step within its attempt
+    count_A: Tensor
     n_tokens: int
 
     @classmethod
     def of(cls, batch: Batch) -> Steps:
+        attempt_S, size = attempt_index(batch)
         step_N = batch.trainable_T.nonzero()[:, 0]
-        row_N = batch.sequence_T[step_N]
-        count_S = torch.bincount(row_N, minlength=batch.n_sequences)
-        place_N = torch.arange(len(step_N)) - (count_S.cumsum(0) - count_S)[row_N]
-        return cls(step_N, row_N, place_N, count_S, batch.n_tokens)
+        attempt_N, order_N = attempt_S[batch.sequence_T[step_N]].sort(stable=True)
+        count_A = torch.bincount(attempt_N, minlength=size)
+        place_N = torch.arange(len(step_N)) - (count_A.cumsum(0) - count_A)[attempt_N]
+        return cls(step_N[order_N], attempt_N, place_N, count_A, batch.n_tokens)
 
     def pad(self, x_T: Tensor) -> Tensor:
-        width = int(self.count_S.max()) if len(self.count_S) else 0
-        x_SL = x_T.new_zeros(len(self.count_S), width)
-        x_SL[self.row_N, self.place_N] = x_T[self.step_N]
-        return x_SL
+        width = int(self.count_A.max()) if len(self.count_A) else 0
+        x_AL = x_T.new_zeros(len(self.count_A), width)
+        x_AL[self.attempt_N, self.place_N] = x_T[self.step_N]
+        return x_AL
 
-    def unpad(self, x_SL: Tensor) -> Tensor:
-        x_T = x_SL.new_zeros(self.n_tokens)
-        x_T[self.step_N] = x_SL[self.row_N, self.place_N]
+    def unpad(self, x_AL: Tensor) -> Tensor:
+        x_T = x_AL.new_zeros(self.n_tokens)
+        x_T[self.step_N] = x_AL[self.attempt_N, self.place_N]
         return x_T
 
-    def shift(self, x_SL: Tensor, end_S: Tensor) -> Tensor:
-        """x of the next step; after a row's last one, `end_S`."""
-        next_SL = torch.zeros_like(x_SL)
-        next_SL[:, :-1] = x_SL[:, 1:]
-        has_S = self.count_S > 0
-        next_SL[has_S, self.count_S[has_S] - 1] = end_S[has_S]
-        return next_SL
+    def shift(self, x_AL: Tensor, end_A: Tensor) -> Tensor:
+        """x of the next step; after an attempt's last one, `end_A`."""
+        next_AL = torch.zeros_like(x_AL)
+        next_AL[:, :-1] = x_AL[:, 1:]
+        has_A = self.count_A > 0
+        next_AL[has_A, self.count_A[has_A] - 1] = end_A[has_A]
+        return next_AL

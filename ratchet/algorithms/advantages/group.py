@@ -103,8 +103,8 @@ def reinforce_pp(
     returns_T = attempts.to_rows(rewards_A)[batch.sequence_T]
     if batch.has("token_rewards"):
         steps = Steps.of(batch)
-        following_SL = discounted_sums(steps.pad(batch.need("token_rewards")), torch.ones_like(batch.rewards_S))
-        returns_T = returns_T + steps.unpad(following_SL)
+        following_AL = discounted_sums(steps.pad(batch.need("token_rewards")), torch.ones(len(steps.count_A)).double())
+        returns_T = returns_T + steps.unpad(following_AL)
     counted_T = batch.trainable_T & attempts.row_S[batch.sequence_T]
     advantages_T = torch.zeros_like(returns_T)
     advantages_T[counted_T] = standardised(returns_T[counted_T], epsilon=epsilon)

@@ -1,8 +1,8 @@
-"""Estimators that look along a row: its steps are its trainable tokens in order; what an environment wrote between them is
-skipped.
+"""Estimators that look along an attempt: its steps are the trainable tokens of its rows in order; what an environment wrote
+between them is skipped. An attempt is one row, unless its history forked.
 
-T = tokens, S = sequences, N = steps (trainable tokens), L = most steps of a row, U = policy turns with at least one step,
-K = those of them with a state key.
+T = tokens, S = sequences, A = attempts, N = steps (trainable tokens), L = most steps of an attempt, U = policy turns with at
+least one step, K = those of them with a state key.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.advantages.common import Steps, attempts_of, discounted_sums, normalised_by, sum_by
+from ratchet.algorithms.advantages.common import Steps, attempt_index, attempts_of, discounted_sums, normalised_by, sum_by
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.advantages import Scale
 from ratchet.batch import Batch
 
 
 def step_rewards(batch: Batch) -> Tensor:
-    """Reward of every step, float64 [T], 0 elsewhere: token rewards, a turn's own reward at its end, and at the row's last
-    step whatever is left of the row's reward, so that they sum to it. A row without a reward has none."""
-    mask_T, sequence_T = batch.trainable_T, batch.sequence_T
+    """Reward of every step, float64 [T], 0 elsewhere: token rewards, a turn's own reward at its end, and at the attempt's last
+    step whatever is left of its reward, so that they sum to it. An attempt without a reward has none."""
+    mask_T, (attempt_S, size) = batch.trainable_T, attempt_index(batch)
     turn_T = torch.where(mask_T, batch.turn_rewards_T.nan_to_num(0.0), 0.0)
-    rest_S = torch.where(batch.scored_S, batch.rewards_S - batch.sequence_sum(turn_T), 0.0)
-    step_T = mask_T.nonzero()[:, 0]
-    last_S = torch.full((batch.n_sequences,), -1).scatter_reduce(0, sequence_T[step_T], step_T, "amax")
-    has_S = last_S >= 0
+    paid_A = sum_by(attempt_S, batch.sequence_sum(turn_T), size)
+    step_T, sequence_T = mask_T.nonzero()[:, 0], batch.sequence_T
+    last_A = torch.full((size,), -1).scatter_reduce(0, attempt_S[sequence_T[step_T]], step_T, "amax")
+    last_T = last_A[last_A >= 0]
     rewards_T = torch.where(batch.scored_S[sequence_T], turn_T, 0.0)
-    rewards_T[last_S[has_S]] += rest_S[has_S]
+    left_S = torch.where(batch.scored_S, batch.rewards_S - paid_A[attempt_S], 0.0)
+    rewards_T[last_T] += left_S[sequence_T[last_T]]
     if batch.has("token_rewards"):
         rewards_T = rewards_T + torch.where(mask_T, batch.need("token_rewards"), 0.0)
     return rewards_T
@@ -45,36 +46,42 @@ def gae(
     length_alpha: float | None = None,
     bootstrap: bool = True,
 ) -> Batch:
-    """delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam A_{k+1} over the steps k of a row. GAE (arXiv:1506.02438)
-    eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) + V, what the critic is trained towards at the steps that
-    `valued` names.
+    """delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam A_{k+1} over the steps k of an attempt. GAE
+    (arXiv:1506.02438) eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) + V, what the critic is trained towards at
+    the steps that `valued` names.
 
-    After the last step V is `bootstrap_values` where the row was truncated, as the episode would have gone on, and 0 where it
-    ended, or everywhere with `bootstrap=False`: where a limit is part of the task, an answer cut off by it is over. A row that
-    was not scored gets advantage 0 and its own values as returns.
+    After the last step V is `bootstrap_values` where the attempt was truncated, as the episode would have gone on, and 0 where
+    it ended, or everywhere with `bootstrap=False`: where a limit is part of the task, an answer cut off by it is over. A row
+    that was not scored gets advantage 0 and its own values as returns.
 
     Measures the critic as it is before its update, as "value/explained_variance": 1 - Var(returns - values) / Var(returns) over
     the steps of scored rows. 1 is a perfect critic, 0 one no better than a constant. Not there where all returns are equal.
 
     VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the policy's, and `length_alpha` = a
-    sets the policy's to 1 - 1 / (a l) for a row of l steps (at least 0).
+    sets the policy's to 1 - 1 / (a l) for an attempt of l steps (at least 0).
     """
     steps = Steps.of(batch)
-    values_SL = steps.pad(batch.need("values").double())
+    values_AL = steps.pad(batch.need("values").double())
     end_S = torch.where(batch.truncated_S & bootstrap, batch.need("bootstrap_values").double(), 0.0)
-    deltas_SL = steps.pad(step_rewards(batch)) + gamma * steps.shift(values_SL, end_S) - values_SL
-    lam_S = torch.full((batch.n_sequences,), lam, dtype=torch.float64)
+    deltas_AL = steps.pad(step_rewards(batch)) + gamma * steps.shift(values_AL, end_S[_last_rows(batch)]) - values_AL
+    lam_A = torch.full_like(steps.count_A, lam, dtype=torch.float64)
     if length_alpha is not None:
-        lam_S = (1 - 1 / (length_alpha * steps.count_S.double().clamp(min=1))).clamp(min=0)
+        lam_A = (1 - 1 / (length_alpha * steps.count_A.double().clamp(min=1))).clamp(min=0)
     scored_T = batch.scored_S[batch.sequence_T]
-    advantages_T = steps.unpad(discounted_sums(deltas_SL, gamma * lam_S))
-    value_lam_S = torch.full_like(lam_S, lam if value_lam is None else value_lam)
+    advantages_T = steps.unpad(discounted_sums(deltas_AL, gamma * lam_A))
+    value_lam_A = torch.full_like(lam_A, lam if value_lam is None else value_lam)
     values_T = batch.need("values").double()
-    returns_T = values_T + torch.where(scored_T, steps.unpad(discounted_sums(deltas_SL, gamma * value_lam_S)), 0.0)
+    returns_T = values_T + torch.where(scored_T, steps.unpad(discounted_sums(deltas_AL, gamma * value_lam_A)), 0.0)
     valued_T = batch.trainable_T & scored_T
     batch = batch.note(**_explained_variance(values_T[valued_T], returns_T[valued_T]))
     advantages_T = torch.where(scored_T, advantages_T, 0.0)
     return batch.fill_tokens(advantages=advantages_T, returns=returns_T, valued=valued_T)
+
+
+def _last_rows(batch: Batch) -> Tensor:
+    """The last sequence of each attempt, int64 [A]."""
+    attempt_S, size = attempt_index(batch)
+    return torch.full((size,), -1).scatter_reduce(0, attempt_S, torch.arange(batch.n_sequences), "amax")
 
 
 def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
@@ -90,7 +97,7 @@ def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]
 @dataclass(frozen=True)
 class _Turns:
     """Policy turns with at least one step. step_N: flat token index of every step that lies in one; turn_N: its turn;
-    row_U, returns_U: the discounted sum of step rewards from the turn on; state_U."""
+    row_U, returns_U: the discounted sum of the attempt's step rewards from the turn on; state_U."""
 
     step_N: Tensor
     turn_N: Tensor
@@ -102,22 +109,35 @@ class _Turns:
     def of(cls, batch: Batch, *, gamma: float) -> _Turns:
         inside_T = batch.trainable_T & (batch.turn_T >= 0) & batch.scored_S[batch.sequence_T]
         step_N = inside_T.nonzero()[:, 0]
-        keys_N = torch.stack([batch.sequence_T[step_N], batch.turn_T[step_N].long()], dim=1)
-        keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)  # sorted: by row, then by turn
+        sequence_N = batch.sequence_T[step_N]
+        number_N = batch.turn_T[step_N].long() + _earlier_turns(batch)[sequence_N]
+        keys_N = torch.stack([attempt_index(batch)[0][sequence_N], number_N], dim=1)
+        keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)  # sorted: by attempt, then by turn
         rewards_U = sum_by(turn_N, step_rewards(batch)[step_N], len(keys_U))
-        state_U = torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, batch.state_T[step_N])
+        state_U, row_U = (torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, x_N) for x_N in (batch.state_T[step_N], sequence_N))
         keys, returns = keys_U.tolist(), rewards_U.tolist()
         for u in range(len(keys) - 2, -1, -1):
-            (row, turn), (next_row, next_turn) = keys[u], keys[u + 1]
-            if next_row == row:  # one discount a turn, those without a step too
+            (attempt, turn), (next_attempt, next_turn) = keys[u], keys[u + 1]
+            if next_attempt == attempt:  # one discount a turn, those without a step too
                 returns[u] += gamma ** (next_turn - turn) * returns[u + 1]
-        returns_U = torch.tensor(returns, dtype=torch.float64)
-        return cls(step_N, turn_N, keys_U[:, 0], state_U, returns_U)
+        return cls(step_N, turn_N, row_U, state_U, torch.tensor(returns, dtype=torch.float64))
 
     def spread(self, batch: Batch, x_U: Tensor) -> Batch:
         advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
         advantages_T[self.step_N] = x_U[self.turn_N]
         return batch.fill_tokens(advantages=advantages_T)
+
+
+def _earlier_turns(batch: Batch) -> Tensor:
+    """How many turns of its attempt came before a sequence, int64 [S]."""
+    turns_S = torch.zeros(batch.n_sequences, dtype=torch.int64)
+    turns_S = turns_S.scatter_reduce(0, batch.sequence_T, batch.turn_T.long() + 1, "amax")
+    earlier: list[int] = []
+    so_far: dict[int, int] = {}
+    for attempt, turns in zip(attempt_index(batch)[0].tolist(), turns_S.tolist(), strict=True):
+        earlier.append(so_far.get(attempt, 0))
+        so_far[attempt] = earlier[-1] + turns
+    return torch.tensor(earlier, dtype=torch.int64)
 
 
 def turn_returns(batch: Batch, state: AlgoState, *, gamma: float = 1.0, baseline: Literal["none", "group"] = "none") -> Batch:
