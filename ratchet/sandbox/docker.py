@@ -30,6 +30,7 @@ OWN_KERNEL = ("runsc", "kata")  # beginnings of the names of runtimes that bring
 TRIES = 2
 GRACE_S = 5.0  # for the end of what was killed, and for the engine to notice
 SPARE_PROCESSES = 8  # the first process, shells, and the one that ends the others
+BROKEN_PIPE = 128 + 13
 SCRATCH = "/tmp"
 STATE = f"{SCRATCH}/{shell.STATE_FILE}"
 # The first process: restarts what holds it open when a program kills that, ends when the connection does, and reaps.
@@ -171,7 +172,7 @@ class DockerSandbox:
         finally:
             stream.close()
         code = self._exit_code(name)
-        if not heard.complete and code <= 128:
+        if not heard.complete and (code <= 128 or code == BROKEN_PIPE):  # by another signal, a program may end its shell
             raise Unwell("the engine's stream was cut: the program ended by itself, and its outputs have no end")
         if code <= 128:
             return Result(code, None, *heard.outputs(), seconds, Reason.EXIT)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 STATE_FILE = ".ratchet-shell"
 # $1: the state file, $2: the command, $3: what both outputs end with, so that a reader knows that it has all of them
-SCRIPT = """
-_state=$1 _end=$3
+SCRIPT = r"""
+_state=$1 _end=$3 _home=$PWD
 [ -r "$_state" ] && . "$_state" 2>/dev/null
-trap '_code=$?; trap - EXIT; { export RATCHET_CWD="$PWD"; export -p; echo "cd \\"\\$RATCHET_CWD\\""; } >"$_state" 2>/dev/null
+trap '_code=$?; trap - EXIT
+case $PWD/ in "$_home"/*) RATCHET_CWD=".${PWD#"$_home"}" ;; *) RATCHET_CWD=$PWD ;; esac
+export RATCHET_CWD; { export -p; echo "cd \"\$_home\" && cd \"\$RATCHET_CWD\""; } >"$_state" 2>/dev/null
 printf %s "$_end"; printf %s "$_end" >&2; exit $_code' EXIT
 eval "$2"
 """

@@ -14,7 +14,7 @@ from ratchet.sandbox import shell
 from ratchet.sandbox.base import Limits, Reason, Result, Sandbox, SandboxError, inside
 
 MARGIN_S = 10.0  # for the carrier's own work, beyond the command's time
-CARRIER_PROCESSES = 4
+SHELL_PROCESSES = 32  # beyond those of the limits: the carrier, its threads, and what pipelines are made of
 CARRIED_KIB = 512  # of files, as a remote service keeps 1 MiB of an answer; 4/3 of them in base64
 
 
@@ -44,7 +44,7 @@ class Workspace:
             wall_s=timeout_s + MARGIN_S,
             cpu_s=max(self._limits.cpu_s, MARGIN_S),
             output_kib=2 * CARRIED_KIB,
-            processes=self._limits.processes + CARRIER_PROCESSES,
+            processes=self._limits.processes + SHELL_PROCESSES,
         )
         source = resources("ratchet.sandbox").joinpath("inside/carrier.py").read_text(encoding="utf-8")
         carried = await self._sandbox.run(f"{source}\n\nmain()\n", json.dumps(request).encode("ascii"), limits)

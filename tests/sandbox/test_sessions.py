@@ -1,0 +1,99 @@
+"""Sessions of the local sandbox, as this user and as an unprivileged one: their files are kept outside, and travel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from sandbox.test_attacks import as_nobody, need
+
+from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, SandboxError
+
+PATIENT = Limits(cpu_s=30)
+
+
+@pytest.fixture
+def sandbox():
+    need(Isolation.NAMESPACES)
+    sandbox = LocalSandbox(slots=1)
+    yield sandbox
+    sandbox.close()
+
+
+async def talk(sandbox):
+    """What a session answers, by command."""
+    session = await sandbox.open(limits=PATIENT)
+    await session.put({"in/a": b"alpha"})
+    commands = ("cat in/a", "mkdir deep; cd deep; export B='x y'; echo one > f", 'echo "$B"; cat f; basename "$PWD"; exit 3')
+    said = {command: (await session.run(command, 30)) for command in commands}
+    files = await session.get()
+    await session.close()
+    return {command: [result.exit, result.stdout.decode()] for command, result in said.items()}, sorted(files)
+
+
+def test_a_session_keeps_files_directory_and_variables(sandbox):
+    said, files = asyncio.run(talk(sandbox))
+    assert list(said.values()) == [[0, "alpha"], [0, ""], [3, "x y\none\ndeep\n"]]
+    assert files == ["deep/f", "in/a"]
+
+
+def test_commands_that_end_badly_leave_the_session_usable(sandbox):
+    async def main():
+        session = await sandbox.open(limits=PATIENT)
+        slow = await session.run("echo kept > f; echo begun; sleep 1000 & sleep 1000", 0.5)
+        assert (slow.reason, slow.stdout) == (Reason.WALL, b"begun\n")
+        assert (await session.run("head -c 200000 /dev/zero", 30)).reason is Reason.OUTPUT
+        assert (await session.run("head -c 700000 /dev/zero > large", 30)).reason is Reason.OUTPUT
+        assert (await session.run("kill -9 $$", 30)).signal == 9
+        assert (await session.run("rm f; kill -9 $PPID; sleep 1000", 30)).signal == 9  # ended its own end: undone
+        assert (await session.run("cat f; ls -la", 30)).stderr == b""
+        assert await session.get() == {"f": b"kept\n"}
+        with pytest.raises(SandboxError, match="inside the working directory"):
+            await session.put({"../f": b""})
+        with pytest.raises(SandboxError, match="more than 512 KiB"):
+            await session.put({"f": bytes(600_000)})
+        with pytest.raises(SandboxError, match="has no images, such as 'debian'"):
+            await sandbox.open("debian")
+
+    asyncio.run(main())
+
+
+def test_one_session_sees_nothing_of_another(sandbox):
+    async def main():
+        first, second = await sandbox.open(), await sandbox.open()
+        await first.run("echo secret > f", 30)
+        assert (await second.run("ls", 30)).stdout == b""
+
+    asyncio.run(main())
+
+
+def test_where_commands_cannot_run_there_are_no_sessions():
+    sandbox = LocalSandbox(slots=1, at_most=Isolation.LANDLOCK)
+    with pytest.raises(SandboxError, match="by landlock only, weaker than the declared namespaces"):
+        asyncio.run(sandbox.open())
+    sandbox.close()
+
+
+def test_an_unprivileged_user_has_the_same_sessions_or_is_told_why_not():
+    need(Isolation.NAMESPACES)
+    said = as_nobody(str(Path(__file__).resolve()), "NAMESPACES")
+    assert (said["files"], said["level"]) == (["deep/f", "in/a"], "NAMESPACES")
+    refused = as_nobody("--no-namespaces", str(Path(__file__).resolve()), "NAMESPACES")
+    assert refused["level"] == "LANDLOCK"
+    assert "sessions run commands" in refused["refused"]
+    assert refused["ran"] == "42\n"
+
+
+if __name__ == "__main__":
+    chosen = LocalSandbox(slots=1)
+    ran = asyncio.run(chosen.run("print(6 * 7)", limits=Limits(wall_s=60)))
+    report = {"level": chosen.isolation.name, "ran": ran.stdout.decode()}
+    try:
+        report["files"] = asyncio.run(talk(chosen))[1]
+    except SandboxError as error:
+        report["refused"] = str(error)
+    chosen.close()
+    sys.stdout.write(json.dumps(report))
