@@ -69,12 +69,12 @@ EQUIVALENT: Table = {
     (
         TEMPORAL,
         "step_rewards",
-        "torch.full((batch.n_sequences,), -1).scatter_reduce -> torch.full((batch.n_sequences,), -2).scatter_reduce",
-    ): "any number below 0 says that a row has no step",
+        "torch.full((size,), -1).scatter_reduce -> torch.full((size,), -2).scatter_reduce",
+    ): "any number below 0 says that an attempt has no step",
     (
         TEMPORAL,
         "step_rewards",
-        "has_S = last_S >= 0 -> has_S = last_S >= 1",
+        "last_T = last_A[last_A >= 0] -> last_T = last_A[last_A >= 1]",
     ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing predicts it",
     (
         COMMON,
@@ -84,19 +84,35 @@ EQUIVALENT: Table = {
     (
         COMMON,
         "Steps.pad",
-        "width = int(self.count_S.max()) if len(self.count_S) else 0 -> "
-        "width = int(self.count_S.max()) if len(self.count_S) else 1",
+        "width = int(self.count_A.max()) if len(self.count_A) else 0 -> "
+        "width = int(self.count_A.max()) if len(self.count_A) else 1",
     ): "a matrix without rows is as empty at any width",
     (
         COMMON,
         "Steps.pad",
-        "x_SL = x_T.new_zeros(len(self.count_S), width) -> x_SL = -x_T.new_zeros(len(self.count_S), width)",
+        "x_AL = x_T.new_zeros(len(self.count_A), width) -> x_AL = -x_T.new_zeros(len(self.count_A), width)",
     ): MINUS_ZERO,
     (
         COMMON,
         "Steps.unpad",
-        "x_T = x_SL.new_zeros(self.n_tokens) -> x_T = -x_SL.new_zeros(self.n_tokens)",
+        "x_T = x_AL.new_zeros(self.n_tokens) -> x_T = -x_AL.new_zeros(self.n_tokens)",
     ): MINUS_ZERO,
+    (
+        TEMPORAL,
+        "_last_rows",
+        "torch.full((size,), -1).scatter_reduce -> torch.full((size,), -2).scatter_reduce",
+    ): "every attempt has a sequence, whose index is greater",
+    (
+        TEMPORAL,
+        "_earlier_turns",
+        "earlier.append(so_far.get(attempt, 0)) -> earlier.append(so_far.get(attempt, 1))",
+    ): "the numbers of an attempt's turns are compared with each other alone: all may begin at 1",
+    (
+        TEMPORAL,
+        "_earlier_turns",
+        "zip(attempt_index(batch)[0].tolist(), turns_S.tolist(), strict=True) -> "
+        "zip(attempt_index(batch)[0].tolist(), turns_S.tolist(), strict=False)",
+    ): "both have an entry a sequence",
     (
         TEMPORAL,
         "_explained_variance",
