@@ -13,8 +13,8 @@ from typing import Any
 from ratchet.config.kinds import construct
 from ratchet.environments.mixture_config import MixtureConfig, tag_of
 from ratchet.errors import DataError
-from ratchet.interfaces import Compares, Environment, Judges, OffersTools, Step, Steps
-from ratchet.types import Comparison, Judged, Message, Split, Task
+from ratchet.interfaces import Compares, Environment, Judges, Measures, OffersStops, OffersTools, Step, Steps
+from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
 class Mixture:
@@ -93,6 +93,17 @@ class Mixture:
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         part = self._own.get(task.tag, self._part(task))
         return part.tools(task) if isinstance(part, OffersTools) else ()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self._playing.stop_strings if isinstance(self._playing, OffersStops) else ()
+
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        numbers: dict[str, float] = {}
+        for tag, part in self._parts.items():
+            if isinstance(part, Measures):
+                numbers |= part.measure([group for group in groups if group.task.tag == tag])
+        return numbers
 
     # --- given text
 

@@ -9,12 +9,14 @@ from ratchet.data.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.adapters_config import GemConfig, SeededConfig, VerifiersConfig
 from ratchet.environments.config import ArithmeticConfig, CountdownConfig, GSM8KConfig, PreferencesConfig, SortingConfig
 from ratchet.environments.games_config import GameConfig
+from ratchet.experience.config import MessageLogConfig
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
 from ratchet.rewards.config import CountdownRewardConfig, RewardModelConfig
 
-ENVIRONMENTS = [section_class("environment", kind) for kind in KINDS["environment"]]
+MADE_OF_OTHERS = {"mixture", "message_log"}  # tested where their parts are
+ENVIRONMENTS = [section_class("environment", kind) for kind in KINDS["environment"] if kind not in MADE_OF_OTHERS]
 REWARDS = [section_class("rewards", kind) for kind in KINDS["rewards"]]
 
 
@@ -33,6 +35,7 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
     built = getattr(importlib.import_module(module), name)
     needed = {"train": "t.jsonl", "pattern": "x", "domains": {"*": [{"kind": "exact_match"}]}}
     needed |= {"url": "http://localhost:1/v1", "model": "m", "taskset": "words_taskset"}
+    needed |= {"interface": "experience.copying_env:Copying", "data": "experience.copying_env:samples"}
     needed |= {"path": "collections:OrderedDict"} if issubclass(section, GemConfig) else {"id": "FrozenLake-v1"}
     if issubclass(section, RewardModelConfig):
         needed["path"] = reward_model_in(tmp_path)
@@ -42,7 +45,7 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
 
 @pytest.mark.parametrize("section", ENVIRONMENTS)
 def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_judged(section):
-    judged = (PreferencesConfig, GameConfig, SeededConfig, VerifiersConfig)
+    judged = (PreferencesConfig, GameConfig, SeededConfig, VerifiersConfig, MessageLogConfig)
     assert section.default_reward in KINDS["rewards"] or issubclass(section, judged)
 
 

@@ -32,12 +32,12 @@ class EnvironmentReturn(NamedTuple, Generic[Metadata]):
     named parts, each float [B], which sum to it. terminateds: bool [B]. answers: what was read out of each answer, if anything.
     """
 
-    observations: list[dict[str, str]]
-    metadata: list[Metadata]
-    next_stop_strings: list[list[str] | None] | None
-    rewards: Tensor | dict[str, Tensor]
+    observations: Sequence[Mapping[str, str]]
+    metadata: Sequence[Metadata]
+    next_stop_strings: Sequence[Sequence[str] | None] | None
+    rewards: Tensor | Mapping[str, Tensor]
     terminateds: Tensor
-    answers: list[str | None] | None
+    answers: Sequence[str | None] | None
 
 
 class EnvironmentInterface(ABC, Generic[Metadata]):

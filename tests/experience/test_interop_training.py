@@ -1,0 +1,109 @@
+"""An environment written to EnvironmentInterface, in a file of its own, in the normal training loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from ratchet.build import build_policy, build_run
+from ratchet.config.kinds import construct, resolve
+from ratchet.config.schema import RunConfig
+from ratchet.experience.config import MessageLogConfig
+from ratchet.loop import train
+from ratchet.testing import check_environment
+
+COPYING = {"kind": "message_log", "interface": "experience.copying_env:Copying", "data": "experience.copying_env:samples"}
+
+
+def run_of(observe, *, steps: int, batch_size: int = 8, lr: float = 3e-3, environment: Any = COPYING):
+    stage = {"name": "grpo", "algorithm": {"kind": "grpo", "group_size": 8}, "environment": environment, "steps": steps}
+    stage |= {"batch_size": batch_size, "sampling": {"max_new_tokens": 4}, "evaluation": {"tasks": 2}}
+    settings = RunConfig.model_validate({
+        "threads": 1,
+        "device": "cpu",
+        "model": {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2}},
+        "tokenizer": {"kind": "characters", "alphabet": "0123done"},
+        "stages": [{**stage, "optimizer": {"lr": lr, "warmup_steps": 0}}],
+    })  # fmt: skip
+    policy = build_policy(settings)
+    return policy, build_run(settings, 0, policy, observers=[lambda step, metrics: observe(metrics)])
+
+
+def test_grpo_trains_on_it():
+    seen: list[dict[str, Any]] = []
+    policy, run = run_of(seen.append, steps=3)
+    before = [weight.clone() for weight in policy.model.parameters()]
+    asyncio.run(train(run))
+    assert [metrics["rollout/failed_share"] for metrics in seen] == [0, 0, 0]
+    assert all(metrics["policy/grad_norm"] > 0 for metrics in seen)
+    assert any(not torch.equal(old, new) for old, new in zip(before, policy.model.parameters(), strict=True))
+    assert all(0 <= metrics["rollout/environment/copying/perfect"] <= 1 for metrics in seen)
+    assert any(metrics["rollout/reward"] > 0 for metrics in seen)
+
+
+def test_its_stop_strings_and_last_words_shape_the_attempt():
+    groups = []
+    _, run = run_of(lambda metrics: None, steps=1)
+
+    async def draw():
+        groups.extend(await run.batcher.next(0))
+        await run.close()
+
+    asyncio.run(draw())
+    rows = [row for group in groups for row in group.trajectories if not row.truncated]
+    assert rows
+    for row in rows:
+        assert len(row.turns) == 2
+        said, asked = [message.text for message in row.messages[1::2]], [message.text[-1] for message in row.messages[::2]]
+        assert all(digit not in text[:-1] for text in said for digit in "0123"), "an answer ends at its first digit"
+        assert row.reward == sum(text == digit for text, digit in zip(said, asked, strict=True))
+
+
+@pytest.mark.slow
+def test_it_learns():
+    rewards: list[float] = []
+    _, run = run_of(lambda metrics: rewards.append(metrics["rollout/reward"]), steps=150, batch_size=16)
+    asyncio.run(train(run))
+    assert fmean(rewards[:5]) < 0.8
+    assert fmean(rewards[-5:]) > 1.8
+
+
+def test_it_keeps_an_environments_contract():
+    check_environment(construct(resolve("environment", COPYING)))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"interface": "experience.copying_env:Coping"}, "did you mean 'experience.copying_env:Copying'"),
+        ({"interface": "experience.copying_env:DIGITS"}, "can't be called"),
+        ({"interface": "experience.copying_env:samples"}, "has no method step"),
+        ({"data": "experience.copying:samples"}, "can't be imported"),
+        ({"arguments": {"rewards": 2}}, "arguments don't fit .* unexpected keyword argument 'rewards'"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_it_is_read(values, message):
+    with pytest.raises(ValidationError, match=message):
+        MessageLogConfig(**({"interface": COPYING["interface"], "data": COPYING["data"]} | values))
+
+
+def test_numbers_of_its_own_that_break_cost_nothing(monkeypatch, caplog):
+    environment = construct(resolve("environment", COPYING))
+    _, run = run_of(lambda metrics: None, steps=1)
+    groups = []
+
+    async def draw():
+        groups.extend(await run.batcher.next(0))
+        await run.close()
+
+    asyncio.run(draw())
+    assert not math.isnan(environment.measure(groups)["copying/perfect"])
+    monkeypatch.setattr(environment.interface, "global_post_process_and_metrics", lambda batch: 1 / 0)
+    assert environment.measure(groups) == {}
+    assert "ZeroDivisionError" in caplog.text
