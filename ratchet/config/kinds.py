@@ -32,11 +32,15 @@ ESTIMATORS: Mapping[str, str] = {
     "gigpo": "ratchet.algorithms.config.advantages:GiGPO",
     "on_policy_distillation": "ratchet.algorithms.config.advantages:OnPolicyDistillation",
 }
-ENVIRONMENTS: Mapping[str, str] = {
+PROBLEMS: Mapping[str, str] = {
     "arithmetic": "ratchet.environments.config:ArithmeticConfig",
     "sorting": "ratchet.environments.config:SortingConfig",
     "countdown": "ratchet.environments.config:CountdownConfig",
     "gsm8k": "ratchet.environments.config:GSM8KConfig",
+    "programs": "ratchet.environments.code_config:ProgramsConfig",
+}
+ENVIRONMENTS: Mapping[str, str] = {
+    **PROBLEMS,
     "preferences": "ratchet.environments.config:PreferencesConfig",
     "sliding_puzzle": "ratchet.environments.games_config:SlidingPuzzleConfig",
     "frozen_lake": "ratchet.environments.games_config:FrozenLakeConfig",
@@ -46,6 +50,9 @@ ENVIRONMENTS: Mapping[str, str] = {
     "gem": "ratchet.environments.adapters_config:GemConfig",
     "verifiers": "ratchet.environments.adapters_config:VerifiersConfig",
     "message_log": "ratchet.experience.config:MessageLogConfig",
+    "tool_use": "ratchet.environments.tool_config:ToolUseConfig",
+    "qa": "ratchet.environments.tool_config:QAConfig",
+    "code_repair": "ratchet.environments.code_config:CodeRepairConfig",
 }
 KINDS: Mapping[str, Mapping[str, str]] = {
     "algorithm": {
@@ -106,6 +113,13 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "environment": {**ENVIRONMENTS, "mixture": "ratchet.environments.mixture_config:MixtureConfig"},
     "part": ENVIRONMENTS,  # what a mixture is made of
+    "problems": PROBLEMS,  # one prompt and one answer: what others wrap
+    "tool": {
+        "calculator": "ratchet.environments.tools.config:CalculatorConfig",
+        "python": "ratchet.environments.tools.config:PythonConfig",
+        "search": "ratchet.environments.tools.config:SearchConfig",
+        "mcp": "ratchet.environments.tools.config:MCPConfig",
+    },
     "sandbox": {
         "local": "ratchet.sandbox.config:LocalSandboxConfig",
         "docker": "ratchet.sandbox.config:DockerSandboxConfig",

@@ -17,6 +17,10 @@ class SandboxError(RatchetError):
     the program: an attempt that ends with this is failed, not wrong."""
 
 
+class TooLarge(SandboxError):
+    """What a session holds is more than is taken out of it: the doing of its commands."""
+
+
 class Isolation(IntEnum):
     """How much stands between a program and the machine, weakest first. Limits, seccomp and a dropped uid belong to all."""
 
@@ -114,7 +118,8 @@ class Session(Protocol):
         ...
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
-        """The regular files at or below `path`, by path from the working directory; none where there is nothing."""
+        """The regular files at or below `path`, by path from the working directory; none where there is nothing.
+        Raises TooLarge."""
         ...
 
     async def close(self) -> None:

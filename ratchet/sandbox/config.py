@@ -17,7 +17,7 @@ class LocalSandboxConfig(Section):
 
     builds: ClassVar[str] = "ratchet.sandbox.local:configured"
 
-    readable: tuple[str, ...] = Field((), description="Directories that programs can read and import from.")
+    readable: tuple[str, ...] = Field(default=(), description="Directories that programs can read and import from.")
 
 
 class DockerSandboxConfig(Section):

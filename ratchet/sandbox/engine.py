@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import MissingDependency
-from ratchet.sandbox.base import SandboxError
+from ratchet.sandbox.base import SandboxError, TooLarge
 
 if TYPE_CHECKING:
     import httpx
@@ -155,7 +155,7 @@ class Engine:
 
     def get(self, container: str, path: str, most: int) -> dict[str, bytes]:
         """The regular files at or below `path`, by path from its parent; links and devices are left out. Raises Missing,
-        SandboxError where they hold more than `most` bytes."""
+        TooLarge where they hold more than `most` bytes."""
         with self._answer("GET", f"/containers/{container}/archive", {"path": path}) as response:
             data = _bounded(response, most)
         found = {}
@@ -223,7 +223,7 @@ def _bounded(response: httpx.Response, most: int) -> bytes:
     for chunk in response.iter_bytes():
         data += chunk
         if len(data) > most:
-            raise SandboxError(f"the engine's answer is larger than {most} bytes")
+            raise TooLarge(f"the engine's answer is larger than {most} bytes")
     return bytes(data)
 
 

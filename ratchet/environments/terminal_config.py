@@ -1,0 +1,43 @@
+"""Configuration of the terminal environment. Free of torch and of its code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, SerializeAsAny
+
+from ratchet.config.base import Section
+from ratchet.config.kinds import Slot
+from ratchet.environments.config import EnvironmentConfig
+from ratchet.sandbox.config import LocalSandboxConfig
+
+INSTRUCTIONS = (
+    "\n\nYou have a shell. Give one command (or several lines) in a ```sh block, or by the tool `bash`, and you see what it "
+    "prints. When the goal is reached, say so without a command."
+)
+
+
+class TerminalConfig(EnvironmentConfig):
+    """Reach a goal by commands in a sandbox; a check that the agent never sees decides (docs/sandbox.md).
+
+    JSON Lines with `goal` and `check`, and, where needed, `id`, `image`, `files`, `check_files`, `expected`, `solution`. The
+    test split is the file `test`, or else one in ten of the goals of `train`. A step gives the reward: 1 or 0 at the end.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.terminal:Terminal"
+
+    train: Path = Field(description="JSON Lines file.")
+    test: Path | None = Field(None, description="JSON Lines file.")
+    sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
+        default_factory=LocalSandboxConfig, description="Where commands run: local, docker or remote, and its keys."
+    )
+    isolation: Literal["kernel", "namespaces"] = Field("namespaces", description="The weakest sandbox that will do.")
+    workers: int = Field(2, gt=0, description="Commands that run at once.")
+    instructions: str = Field(INSTRUCTIONS, description="Appended to each goal.")
+    commands: int = Field(20, gt=0, description="Of an attempt; it is judged after the last one.")
+    command_timeout_s: float = Field(30.0, gt=0, description="Of one command, of the clock.")
+    check_timeout_s: float = Field(60.0, gt=0, description="Of the check, of the clock.")
+    cpu_s: float = Field(30.0, gt=0, description="Processor time of each process.")
+    memory_mib: int = Field(512, ge=64, description="Of a session.")
+    shown_characters: int = Field(4000, ge=100, description="Of what a command prints: its beginning and its end.")
