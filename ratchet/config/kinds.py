@@ -42,6 +42,7 @@ PROBLEMS: Mapping[str, str] = {
 ENVIRONMENTS: Mapping[str, str] = {
     **PROBLEMS,
     "preferences": "ratchet.environments.config:PreferencesConfig",
+    "terminal": "ratchet.environments.terminal_config:TerminalConfig",
     "sliding_puzzle": "ratchet.environments.games_config:SlidingPuzzleConfig",
     "frozen_lake": "ratchet.environments.games_config:FrozenLakeConfig",
     "sokoban": "ratchet.environments.games_config:SokobanConfig",
