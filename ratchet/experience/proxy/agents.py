@@ -11,13 +11,14 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ratchet.executors.environment import inherited
 from ratchet.experience.proxy.config import CommandConfig
 from ratchet.types import Task
 
 MAX_OUTPUT = 2**20  # bytes that are kept of what a program writes to each of its two outputs, the last ones
+GRACE_S = 1.0  # for outputs that a process outside of the program's group still holds
 TAIL = 2000  # characters of its errors in a failure
 
 
@@ -69,31 +70,48 @@ class Command:
         self.command, self.directory = config.command, config.directory
 
     async def __call__(self, task: Task, base_url: str, api_key: str) -> str:
-        process = await asyncio.create_subprocess_exec(
+        transport, program = await asyncio.get_running_loop().subprocess_exec(
+            _Program,
             *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
             cwd=self.directory,
             env=inherited(OPENAI_BASE_URL=base_url, OPENAI_API_KEY=api_key),
             start_new_session=True,
         )
-        fed, written, errors = process.stdin, process.stdout, process.stderr
-        assert fed is not None
-        assert written is not None
-        assert errors is not None
-        talk = asyncio.gather(_fed(fed, _described(task)), _tail(written), _tail(errors))
         try:
-            try:
-                status = await process.wait()
-            finally:
-                _kill_group(process.pid)  # what it leaves behind would hold its outputs open
-            _, output, complaint = await talk
+            _feed(transport, _described(task))
+            await program.exited
+            _kill_group(transport.get_pid())  # what it leaves behind would hold its outputs open
+            await asyncio.wait({program.read}, timeout=GRACE_S)
         finally:
-            talk.cancel()
-        if status:
+            _kill_group(transport.get_pid())
+            transport.close()
+        if status := transport.get_returncode():
+            complaint = program.tails[2].decode("utf-8", "replace")
             raise RuntimeError(f"{self.command[0]} ended with status {status}: {complaint[-TAIL:]}")
-        return output
+        return program.tails[1].decode("utf-8", "replace")
+
+
+class _Program(asyncio.SubprocessProtocol):
+    """`exited`: the program has ended, whatever its children do. `read`: nobody holds its outputs any more."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.read: asyncio.Future[None] = loop.create_future()
+        self.tails = {1: bytearray(), 2: bytearray()}
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        tail = self.tails[fd]
+        tail += data
+        del tail[:-MAX_OUTPUT]
+
+    def process_exited(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.read.done():
+            self.read.set_result(None)
 
 
 def _kill_group(leader: int) -> None:
@@ -107,16 +125,8 @@ def _described(task: Task) -> bytes:
     return json.dumps({"id": task.id, "messages": messages, "tag": task.tag, "seed": task.seed}).encode()
 
 
-async def _fed(pipe: asyncio.StreamWriter, data: bytes) -> None:
-    with suppress(ConnectionError):  # a program need not read it
-        pipe.write(data)
-        await pipe.drain()
-    with suppress(ConnectionError):
-        pipe.close()
-
-
-async def _tail(pipe: asyncio.StreamReader) -> str:
-    kept = b""
-    while part := await pipe.read(2**16):
-        kept = (kept + part)[-MAX_OUTPUT:]
-    return kept.decode("utf-8", "replace")
+def _feed(transport: asyncio.SubprocessTransport, data: bytes) -> None:
+    """A program need not read it."""
+    pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+    pipe.write(data)
+    pipe.close()

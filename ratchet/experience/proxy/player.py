@@ -63,6 +63,11 @@ class AgentPlayer:
         # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own attempt.
         except (Exception, SystemExit):
             return None, traceback.format_exc()
+        except asyncio.CancelledError:
+            playing = asyncio.current_task()
+            if playing is not None and playing.cancelling():  # the attempt is over
+                raise
+            return None, traceback.format_exc()
 
 
 def _outcome(session: Session, error: str) -> Outcome | None:
