@@ -18,7 +18,7 @@ from rewards.fake_http import Answer, chat, serve
 
 import ratchet.learners.local
 import ratchet.models.decoder
-from ratchet.build import build_policy, build_reward, build_run, freeze
+from ratchet.build import build_arena, build_policy, build_reward, build_run, freeze
 from ratchet.config.base import Section
 from ratchet.config.keys import leaf_keys, section_of, slot_of
 from ratchet.config.kinds import construct, resolve, section_class
@@ -136,6 +136,7 @@ def reads(tmp_path_factory):
         (folder / "pairs.jsonl").write_text('{"prompt": "2+2?", "chosen": "4", "rejected": "5"}\n')
         construct(resolve("environment", {"kind": "preferences", "train": "pairs.jsonl"})).rows("train")
         construct(resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}]}))
+        build_arena(load_config(folder / "first.yaml", ["agent={kind: command, command: [play]}"]).stages[1])
         steps_before_giving_up(1)
         graded("numeric_answer"), graded("countdown")  # random weights give no answer that ends
         for kind, (text, keys) in REWARDS.items():
