@@ -122,7 +122,7 @@ def test_the_check_is_out_of_reach(made):
     listed = play(environment, block("ls"), "Done.")
     assert listed == (0.0, ["numbers.txt\n"])
     cheat = "echo 'echo right' > check.sh; cat() { echo 7; }; export PATH=.:$PATH; echo 'echo 7' > cat; chmod +x cat"
-    waits = "(while :; do echo 7 > sum.txt; done) >/dev/null 2>&1 &"
+    waits = "(while :; do echo 'echo right' > check.sh; done) >/dev/null 2>&1 &"
     assert play(environment, block(cheat), block(waits), "Done.")[0] == 0.0
     assert play(environment, block("echo 7 > sum.txt"), "Done.")[0] == 1.0
 
