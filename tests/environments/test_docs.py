@@ -1,0 +1,55 @@
+"""The pages on environments: what they show runs as it stands, and what they list is what there is."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from ratchet.config.kinds import KINDS, resolve, section_class
+
+
+@pytest.fixture
+def page(repository, tmp_path):
+    """The files of docs/write-an-environment.md, by name, as written into a directory."""
+    text = (repository / "docs" / "write-an-environment.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
+    assert len(files) == text.count("```") // 2
+    for name, code in files.items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    return files
+
+
+def run(tmp_path, *command):
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def train(tmp_path, *overrides):
+    words = ["ratchet", "train", "my_recipe.yaml", *overrides]
+    run(tmp_path, "-c", f"import sys; from ratchet.cli import main; sys.argv = {words}; main()")
+
+
+def test_your_own_environment_trains_and_keeps_the_contract(page, tmp_path):
+    assert all(len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values())
+    train(tmp_path)
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    assert '"rollout/reward"' in metrics.read_text(encoding="utf-8")
+    train(tmp_path, "algorithm={kind: sft}", "environment.kind=my_teacher:TaughtNim", "name=taught")
+    run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_nim.py")
+
+
+def test_the_table_lists_every_kind_with_every_key(repository):
+    text = (repository / "docs" / "environments.md").read_text(encoding="utf-8")
+    rows = {
+        kind: set(re.findall(r"`(\w+)`", keys))
+        for kind, keys in re.findall(r"^\| `(\w+)` \|.*\|([^|]*)\|$", text, re.MULTILINE)
+    }
+    assert rows == {kind: set(section_class("environment", kind).model_fields) - {"kind"} for kind in KINDS["environment"]}
+
+
+def test_the_examples_are_valid(repository):
+    text = (repository / "docs" / "environments.md").read_text(encoding="utf-8")
+    for example in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
+        resolve("environment", yaml.safe_load(example)["environment"])
