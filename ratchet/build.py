@@ -15,7 +15,7 @@ import torch
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct, resolve
-from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RunConfig, StageConfig
+from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RolloutsConfig, RunConfig, StageConfig
 from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.renderer import Renderer
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +32,7 @@ from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Environment, Generator, Learner, Measures, Reward
+from ratchet.interfaces import Environment, Generator, Learner, Measures, OffersTools, Reward
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
 from ratchet.links.shared import SharedLink
@@ -107,6 +107,7 @@ class Plan:
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: Section = LocalConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     examples: int | None = None
     seed: int = 0
     first_step: int | None = None
@@ -120,7 +121,12 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         policy.model, policy.tokenizer, algorithm, section=plan.learner, optimizer=plan.optimizer, steps=plan.steps
     )
     manager = make_manager(
-        policy, arena, arena.reward, max_context=longest_row(policy.model, roles), needs_reward=algorithm.reads_reward
+        policy,
+        arena,
+        arena.reward,
+        plan.rollouts,
+        max_context=longest_row(policy.model, roles),
+        needs_reward=algorithm.reads_reward,
     )
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
@@ -128,7 +134,7 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         name=plan.name,
         algorithm=algorithm,
         roles=roles,
-        batcher=Batcher(source, groups_per_step=plan.batch_size),
+        batcher=Batcher(source, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share),
         link=SharedLink(policy.generator),
         first_step=first,
         last_step=first + plan.steps,
@@ -141,21 +147,43 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
 
 
 def make_manager(
-    policy: Policy, arena: Arena, reward: Reward | None, *, max_context: int | None = None, needs_reward: bool = True
+    policy: Policy,
+    arena: Arena,
+    reward: Reward | None,
+    rollouts: RolloutsConfig,
+    *,
+    max_context: int | None = None,
+    needs_reward: bool = True,
 ) -> RolloutManager:
-    """max_context: tokens of an attempt; None: as many as the policy can read."""
-    player = _player(policy, arena.agent, max_context or policy.model.max_positions)
-    return RolloutManager(player, arena.copies(), reward, needs_reward=needs_reward)
+    """max_context: tokens of an attempt; None: as many as the policy can read.
+
+    Raises ConfigError where the environment offers tools that nobody knows how the policy calls.
+    """
+    if isinstance(arena.environment, OffersTools):
+        _ = policy.renderer.tool_format
+    return RolloutManager(
+        _player(policy, arena.agent, rollouts, max_context or policy.model.max_positions),
+        arena.copies(),
+        reward,
+        needs_reward=needs_reward,
+        judge_timeout_s=rollouts.attempt_timeout_s,
+        retries=rollouts.retries,
+    )
 
 
-def _player(policy: Policy, agent: Agent | None, max_context: int) -> Plays:
+def _player(policy: Policy, agent: Agent | None, rollouts: RolloutsConfig, max_context: int) -> Plays:
+    limits: dict[str, Any] = {
+        "max_context": max_context,
+        "max_turns": rollouts.max_turns,
+        "timeout_s": rollouts.attempt_timeout_s,
+    }
     if agent is None:
-        return Player(policy.generator, policy.renderer, max_context=max_context)
+        return Player(policy.generator, policy.renderer, **limits)
     try:
         from ratchet.experience.proxy.player import AgentPlayer  # it needs a web server
     except ModuleNotFoundError as missing:
         raise MissingDependency(str(missing.name), extra="proxy", needed_for="a stage with an agent") from missing
-    return AgentPlayer(agent, policy.generator, policy.renderer, max_context=max_context)
+    return AgentPlayer(agent, policy.generator, policy.renderer, **limits)
 
 
 def held_out(arena: Arena, plan: Plan) -> list[Task]:
@@ -175,7 +203,8 @@ def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None
         max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
         seed=seed_for(plan.seed, "evaluation"),
     )
-    return Evaluator(make_manager(policy, arena, arena.yardstick or arena.reward), tasks, sampling, samples=settings.samples)
+    manager = make_manager(policy, arena, arena.yardstick or arena.reward, plan.rollouts)
+    return Evaluator(manager, tasks, sampling, samples=settings.samples)
 
 
 def make_pair_evaluator(
@@ -202,7 +231,7 @@ def make_score_evaluator(
     tasks = held_out(arena, plan)
     if not tasks:
         return None
-    source = SOURCES[algorithm.source](policy, arena, algorithm, plan, make_manager(policy, arena, None))
+    source = SOURCES[algorithm.source](policy, arena, algorithm, plan, make_manager(policy, arena, None, plan.rollouts))
     return ScoreEvaluator(learner, source, tasks, algorithm)
 
 
@@ -251,6 +280,8 @@ def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, ma
         seed=seed_for(plan.seed, plan.name, "rollouts"),
         group_size=algorithm.group_size,
         greedy_baseline=algorithm.greedy_baseline,
+        redundant_attempts=plan.rollouts.redundant_attempts,
+        redundant_groups=plan.rollouts.redundant_groups,
     )
 
 
@@ -328,12 +359,8 @@ def build_arena(stage: StageConfig) -> Arena:
         construct(stage.environment),
         reward=build_reward(stage.rewards),
         yardstick=build_reward(stage.yardstick),
-        agent=_agent(stage.agent),
+        agent=None if stage.agent is None else construct(stage.agent),
     )
-
-
-def _agent(section: Section | None) -> Agent | None:
-    return None if section is None else Agent(construct(section), getattr(section, "timeout_s"))  # noqa: B009  (of its place)
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:
@@ -358,6 +385,7 @@ def plan_of(config: RunConfig, index: int) -> Plan:
         optimizer=stage.optimizer,
         learner=stage.learner,
         evaluation=stage.evaluation,
+        rollouts=stage.rollouts,
         examples=stage.examples,
         seed=config.seed,
         first_step=sum(earlier.steps for earlier in config.stages[:index]),

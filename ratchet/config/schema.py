@@ -74,6 +74,24 @@ class SamplingConfig(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Strings that end a completion.")
 
 
+class RolloutsConfig(Section):
+    """How attempts are played, and what may go wrong. Which redundant ones are first depends on timing: a run that has any does
+    not repeat bit by bit."""
+
+    max_turns: int = Field(default=64, ge=1, description="Turns of the policy, after which an attempt is cut off.")
+    attempt_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds to play an attempt in, waiting included, and to judge it in; null: no limit.",
+    )
+    retries: int = Field(default=2, ge=0, description="Tries more, where an environment, a reward or a timeout broke one.")
+    max_failed_share: float = Field(
+        default=0.5, ge=0, le=1, description="Of the attempts of the last 8 steps; the run stops where more of them failed."
+    )
+    redundant_attempts: int = Field(default=0, ge=0, description="More attempts a group; the first to end are kept.")
+    redundant_groups: int = Field(default=0, ge=0, description="More groups a step; the first to end are kept, others wait.")
+
+
 class EvaluationConfig(Section):
     """Accuracy on held-out tasks, before and after each stage."""
 
@@ -129,6 +147,7 @@ class StageConfig(Section):
     batch_size: int = Field(default=32, ge=1, description="Groups (prompts, rows or pairs) a step.")
     examples: int | None = Field(default=None, ge=1, description="Distinct training tasks; null: no limit.")
     sampling: SamplingConfig = SamplingConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: Annotated[Chosen, Slot("learner")] = Field(default_factory=_default("learner", "local"))
     generator: Annotated[Chosen, Slot("generator")] = Field(default_factory=_default("generator", "engine"))

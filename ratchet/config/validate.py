@@ -269,6 +269,19 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _redundant(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """As a default that another stage reads, it is in order."""
+    if any(other.source in ("rollouts", None) and other.rollouts == stage.rollouts for other in config.stages):
+        return
+    for key in ("redundant_attempts", "redundant_groups"):
+        value = getattr(stage.rollouts, key)
+        if value:
+            yield _clash(
+                f"rollouts.{key}={value} draws more than is kept, and algorithm {_kind(stage)} draws no attempts: remove it",
+                f"rollouts.{key}",
+            )
+
+
 def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
@@ -299,4 +312,5 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _judged,
     _agent,
     _overlong,
+    _redundant,
 )

@@ -10,17 +10,15 @@ L = tokens of the trajectory so far.
 from __future__ import annotations
 
 import asyncio
-import math
-import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ratchet.data.renderer import Renderer, Tools
 from ratchet.errors import DataError
+from ratchet.experience.guard import UserCodeFailed, finite, guarded
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Generator, OffersStops, OffersTools, Step
 from ratchet.types import (
@@ -37,8 +35,6 @@ from ratchet.types import (
     Truncated,
     Turn,
 )
-
-T = TypeVar("T")
 
 
 class PromptMemo:
@@ -121,6 +117,7 @@ class Play:
     messages: list[Message]
     tools: Tools | None = None
     strands: list[Strand] = field(default_factory=lambda: [Strand()])
+    waits_for: str = "the environment"  # or the generator
     metrics: dict[str, float] = field(default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0})
 
     @property
@@ -146,23 +143,6 @@ class Play:
         ]
 
 
-class UserCodeFailed(Exception):
-    """Carries the traceback of what an environment raised, or what is wrong with what it returned."""
-
-
-async def _guarded(call: Callable[[], Awaitable[T]]) -> T:
-    try:
-        return await call()
-    # The episode boundary: user code may raise anything, sys.exit too, and costs only its own attempt.
-    except (Exception, SystemExit) as error:
-        raise UserCodeFailed(traceback.format_exc()) from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # the attempt itself was cancelled
-            raise
-        raise UserCodeFailed(traceback.format_exc()) from error
-
-
 def _checked(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
     if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
         raise UserCodeFailed(f"{type(environment).__name__}.{where} gave {messages!r:.80}, it must be a sequence of Messages")
@@ -173,10 +153,10 @@ def _checked_step(step: Any, environment: Environment) -> Step:
     name = type(environment).__name__
     if not isinstance(step, Step):
         raise UserCodeFailed(f"{name}.step returned {step!r:.80}, it must be a Step")
-    if step.reward is not None and not _finite(step.reward):
+    if step.reward is not None and not finite(step.reward):
         raise UserCodeFailed(f"{name}.step gave the reward {step.reward!r:.80}, it must be a finite number or None")
     metrics = {} if step.metrics is None else step.metrics
-    if not isinstance(metrics, Mapping) or not all(_finite(number) for number in metrics.values()):
+    if not isinstance(metrics, Mapping) or not all(finite(number) for number in metrics.values()):
         raise UserCodeFailed(f"{name}.step gave the metrics {metrics!r:.80}, they must be finite numbers by name")
     _checked(step.messages, "step", environment)
     if not step.done and not step.messages:
@@ -184,21 +164,19 @@ def _checked_step(step: Any, environment: Environment) -> Step:
     return step
 
 
-def _finite(number: Any) -> bool:
-    return isinstance(number, Real) and math.isfinite(number)
-
-
 @dataclass(frozen=True)
 class Player:
     """Plays attempts: what is common to all of them.
 
-    max_context: tokens that the model can hold; the last turn is cut to it.
+    max_context: tokens that the model can hold; the last turn is cut to it. timeout_s: of a whole attempt, waiting for the
+    generator included; None: no limit. It reaches code that awaits; what blocks the process blocks its clock too.
     """
 
     generator: Generator
     renderer: Renderer
     max_context: int
     max_turns: int = 64
+    timeout_s: float | None = None
 
     async def play(
         self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
@@ -213,8 +191,15 @@ class Player:
         """
         play = Play(task, environment, sampling, list(task.messages))
         outcome: Outcome | None
+        limit = asyncio.timeout(self.timeout_s)
         try:
-            outcome = await self._episode(play, memo or PromptMemo())
+            async with limit:
+                outcome = await self._episode(play, memo or PromptMemo())
+        except TimeoutError:
+            if not limit.expired():  # the generator's own
+                raise
+            turns = int(play.metrics["turns"])
+            outcome = Failed("timeout", f"not over after {self.timeout_s:g} s and {turns} turns, waiting for {play.waits_for}")
         except UserCodeFailed as failure:
             outcome = Failed("environment", str(failure))
         except DataError as error:  # messages that can't be rendered, a prompt that can't be read
@@ -223,7 +208,7 @@ class Player:
 
     async def _episode(self, play: Play, memo: PromptMemo) -> Outcome | None:
         environment = play.environment
-        play.messages = list(_checked(await _guarded(lambda: environment.reset(play.task)), "reset", environment))
+        play.messages = list(_checked(await guarded(lambda: environment.reset(play.task)), "reset", environment))
         if isinstance(environment, OffersTools):
             play.tools = await _tools(environment, play.task) or None  # a mixture may have none for this task
             play.metrics["malformed_tool_calls"] = 0
@@ -248,7 +233,9 @@ class Player:
         if number or room < own.max_new_tokens:
             seed = seed_for(own.seed, number) if number else own.seed
             own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, room))
+        play.waits_for = "the generator"
         completion = await self.generator.generate(strand.record.tokens(), own)
+        play.waits_for = "the environment"
         start = strand.record.length
         strand.record.add(Owner.POLICY, completion.tokens, completion)
         message, history = self._read(play, completion), tuple(play.messages)
@@ -259,7 +246,7 @@ class Player:
         if not completion.stop.finished:
             strand.turns.append(Turn(start, strand.record.length))
             return True, Truncated()
-        step = _checked_step(await _guarded(lambda: play.environment.step(message)), play.environment)
+        step = _checked_step(await guarded(lambda: play.environment.step(message)), play.environment)
         strand.turns.append(Turn(start, strand.record.length, step.reward, step.state_key, terminated=step.done))
         for name, measured in (step.metrics or {}).items():
             play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
@@ -300,7 +287,7 @@ async def _tools(environment: OffersTools, task: Task) -> Tools:
     async def ask() -> Any:
         return environment.tools(task)
 
-    tools = await _guarded(ask)
+    tools = await guarded(ask)
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         name = type(environment).__name__
         raise UserCodeFailed(f"{name}.tools gave {tools!r:.80}, it must be a sequence of JSON-schema function descriptions")

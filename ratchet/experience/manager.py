@@ -1,37 +1,34 @@
-"""Plays whole groups of attempts at once and has each group judged."""
+"""Plays whole groups of attempts at once and has them judged. What breaks is tried again, and costs its attempt alone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ratchet.experience.episode import PromptMemo
+from ratchet.experience.guard import UserCodeFailed, finite, guarded, may_pass
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Reward
 from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated, Unjudged
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Rows = list[Trajectory]  # of one attempt: one, unless its history forked
 
-
-class Plays(Protocol):
-    """Who plays attempts: `ratchet.experience.episode.Player`, or an agent from outside."""
-
-    async def play(
-        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
-    ) -> Rows: ...
+CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
 
 
 class RolloutManager:
     """new_environment: makes an instance; one plays one attempt at a time, and is used again afterwards.
 
     reward=None: an attempt's reward is what its environment gave turn by turn. needs_reward: whether an attempt that nobody
-    judged is of no use; else it is Unjudged.
+    judged is of no use; else it is Unjudged. judge_timeout_s: of one call of the reward; None: no limit. retries: of an
+    attempt that an environment, a deadline or the like broke (played again, with the same seeds and a fresh instance), and of
+    judging it.
     """
 
     def __init__(
@@ -41,43 +38,76 @@ class RolloutManager:
         reward: Reward | None,
         *,
         needs_reward: bool = True,
+        judge_timeout_s: float | None = None,
+        retries: int = 0,
     ) -> None:
         self.player, self.new_environment, self.reward = player, new_environment, reward
-        self.needs_reward = needs_reward
+        self.needs_reward, self.judge_timeout_s, self.retries = needs_reward, judge_timeout_s, retries
         self._idle: list[Environment] = []
 
-    async def group(self, task: Task, sampling: Sampling, *, group_id: str, attempts: int, greedy: bool = False) -> Group:
+    async def group(
+        self, task: Task, sampling: Sampling, *, group_id: str, attempts: int, greedy: bool = False, redundant: int = 0
+    ) -> Group:
         """`attempts` tries at one task. Attempt i is drawn with a seed made from (sampling.seed, group_id, i). With `greedy`
-        there is one more at temperature 0, the group's baseline."""
+        there is one more at temperature 0, the group's baseline. With `redundant`, so many more are begun: the first `attempts`
+        that end well are kept, and the others are cancelled."""
         memo = PromptMemo()
-        tries = [self._attempt(task, sampling, group_id, i, memo) for i in range(attempts)]
-        if greedy:
-            tries.append(self._attempt(task, replace(sampling, temperature=0.0), group_id, attempts, memo))
-        played = list(await asyncio.gather(*tries))
-        if greedy:
-            played[-1] = [replace(row, use="baseline") for row in played[-1]]
-        return Group(group_id, task, tuple(row for rows in await self._judge(task, played) for row in rows))
+        tries = [self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)]
+        extra = [self._attempt(task, replace(sampling, temperature=0.0), group_id, len(tries), memo)] if greedy else []
+        kept, others = await asyncio.gather(first(tries, attempts, well=_ended_well), first(extra, 1))
+        baseline = [[replace(row, use="baseline") for row in rows] for rows in others]
+        judged = [*kept, *baseline] if self._judges_alone else await self._judge(task, [*kept, *baseline])
+        return Group(group_id, task, tuple(row for rows in judged for row in rows))
 
     async def groups(
-        self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, *, attempts: int, greedy: bool = False
+        self,
+        jobs: Sequence[tuple[str, Task]],
+        sampling: Sampling,
+        *,
+        attempts: int,
+        greedy: bool = False,
+        redundant: int = 0,
+        wanted: int | None = None,
     ) -> list[Group]:
-        """One group per (id, task), all concurrently, in the order given."""
-        made = (self.group(task, sampling, group_id=name, attempts=attempts, greedy=greedy) for name, task in jobs)
-        return list(await asyncio.gather(*made))
+        """One group per (id, task), all concurrently, in the order given; with `wanted`, the first so many that are ready, and
+        the others are cancelled."""
+        made = [
+            self.group(task, sampling, group_id=name, attempts=attempts, greedy=greedy, redundant=redundant)
+            for name, task in jobs
+        ]
+        return await first(made, len(made) if wanted is None else wanted)
 
     async def close(self) -> None:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(_close(environment) for environment in idle))
 
+    @property
+    def _judges_alone(self) -> bool:
+        """Whether an attempt can be judged as soon as it ends, whatever becomes of the others."""
+        return self.reward is None or not getattr(self.reward, "together", True)
+
     async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
-        environment = self._idle.pop() if self._idle else self.new_environment()
         own = replace(sampling, seed=seed_for(sampling.seed, group_id, attempt))
-        rows = await self.player.play(task, environment, own, attempt=attempt, memo=memo)
-        if isinstance(rows[-1].outcome, Failed):  # its state can't be trusted any more
-            await _close(environment)
-        else:
-            self._idle.append(environment)
-        return rows
+        retries = 0
+        rows = await self._play(task, own, attempt, memo)
+        while retries < self.retries and may_pass(rows[-1].outcome):
+            retries += 1
+            rows = await self._play(task, own, attempt, memo, fresh=True)
+        rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
+        return (await self._judge(task, [rows]))[0] if self._judges_alone else rows
+
+    async def _play(self, task: Task, sampling: Sampling, attempt: int, memo: PromptMemo, *, fresh: bool = False) -> Rows:
+        environment = self._idle.pop() if self._idle and not fresh else self.new_environment()
+        ended = False
+        try:
+            rows = await self.player.play(task, environment, sampling, attempt=attempt, memo=memo)
+            ended = not isinstance(rows[-1].outcome, Failed)
+            return rows
+        finally:
+            if ended:
+                self._idle.append(environment)
+            else:  # its state can't be trusted any more
+                await _close(environment)
 
     async def _judge(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
         """Attempts that ended in order or were cut off get an outcome with a reward; the others keep what they have."""
@@ -90,22 +120,89 @@ class RolloutManager:
             judged[i] = [row.judged(outcome) for row in judged[i]]
         return judged
 
-    async def _outcomes(self, candidates: Sequence[Rows], task: Task) -> Sequence[Outcome]:
-        """One for each attempt: its rows are judged by the last, which has the whole conversation."""
+    async def _outcomes(self, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
+        """One for each attempt: its rows are judged by the last, which has the whole conversation. What was judged stays so
+        when another is judged again."""
         if self.reward is None:
             return [_environment_outcome(rows, needed=self.needs_reward) for rows in candidates]
+        if not candidates:
+            return []
+        outcomes = await self._score(self.reward, candidates, task)
+        for _ in range(self.retries):
+            open_ones = [i for i, outcome in enumerate(outcomes) if may_pass(outcome)]
+            if not open_ones:
+                break
+            again = await self._score(self.reward, candidates, task)
+            for i in open_ones:
+                outcomes[i] = again[i]
+        return [_with_turn_rewards(rows, outcome) for rows, outcome in zip(candidates, outcomes, strict=True)]
+
+    async def _score(self, reward: Reward, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
+        limit = asyncio.timeout(self.judge_timeout_s)
         try:
-            scored = await self.reward.score([rows[-1] for rows in candidates], task) if candidates else []
-            return [_with_turn_rewards(rows, outcome) for rows, outcome in zip(candidates, scored, strict=True)]
-        except Exception:  # the episode boundary: a reward may be anybody's code, and costs only the attempts it was to judge
-            return [Failed("reward", traceback.format_exc())] * len(candidates)
+            async with limit:
+                given = await guarded(lambda: reward.score([rows[-1] for rows in candidates], task))
+            return [_checked(outcome, reward) for outcome in _one_each(given, candidates, reward)]
+        except TimeoutError:
+            waited = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
+            return [Failed("timeout", waited)] * len(candidates)
+        except UserCodeFailed as failure:
+            return [Failed("reward", str(failure))] * len(candidates)
+
+
+async def first(coroutines: Sequence[Coroutine[Any, Any, T]], n: int, *, well: Callable[[T], bool] = lambda _: True) -> list[T]:
+    """Results of the first `n` that end as `well` likes, and of those that ended otherwise by then, in the order given; the
+    others are cancelled."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    pending = set(tasks)
+    try:
+        if n >= len(tasks):
+            return list(await asyncio.gather(*tasks))
+        good: list[asyncio.Task[T]] = []
+        while pending and len(good) < n:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            good = [task for task in tasks if task.done() and well(task.result())]
+        surplus = good[n:]
+        return [task.result() for task in tasks if task.done() and task not in surplus]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _ended_well(rows: Rows) -> bool:
+    return not isinstance(rows[-1].outcome, Failed)
 
 
 async def _close(environment: Environment) -> None:
     try:
-        await environment.close()
-    except Exception:  # the episode boundary again: nothing is lost with it
-        log.warning("an environment failed to close:\n%s", traceback.format_exc())
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await guarded(environment.close)
+    except (TimeoutError, UserCodeFailed) as failure:  # nothing is lost with it
+        log.warning("an environment failed to close:\n%s", failure or f"not done after {CLOSE_TIMEOUT_S:g} s")
+
+
+def _one_each(given: Any, candidates: Sequence[Rows], reward: Reward) -> list[Any]:
+    name = type(reward).__name__
+    if not isinstance(given, Sequence):
+        raise UserCodeFailed(f"{name}.score gave {given!r:.80}, it must be a sequence of outcomes")
+    if len(given) != len(candidates):
+        raise UserCodeFailed(f"{name}.score gave {len(given)} outcomes for {len(candidates)} trajectories")
+    return list(given)
+
+
+def _checked(outcome: Any, reward: Reward) -> Outcome:
+    name = type(reward).__name__
+    if not isinstance(outcome, Outcome):
+        return Failed("reward", f"{name}.score gave {outcome!r:.80} for an attempt, it must be an Outcome such as Scored(1.0)")
+    if isinstance(outcome, Scored | Truncated):
+        numbers = [
+            *outcome.parts.values(),
+            *([] if isinstance(outcome, Truncated) and outcome.reward is None else [outcome.reward]),
+        ]
+        if not all(finite(number) for number in numbers):
+            return Failed("reward", f"{name}.score gave {outcome!r:.200}, and rewards are finite numbers")
+    return outcome
 
 
 def _own_reward(rows: Rows) -> float | None:
@@ -120,7 +217,7 @@ def _environment_outcome(rows: Rows, *, needed: bool) -> Outcome:
         return Unjudged(truncated=truncated)
     if truncated:
         return Truncated(total or 0.0)
-    return Failed("reward", "neither a reward nor the environment judged this attempt") if total is None else Scored(total)
+    return Failed("unjudged", "neither a reward nor the environment judged this attempt") if total is None else Scored(total)
 
 
 def _with_turn_rewards(rows: Rows, outcome: Outcome) -> Outcome:

@@ -29,11 +29,15 @@ class StreamSource(ABC):
         self._again: list[tuple[int, Task]] = []
 
     async def draw(self, n: int, version: int) -> list[Group]:
+        return await self.make(self.take(n), version)
+
+    def take(self, n: int) -> list[tuple[str, Task]]:
+        """The next n (group id, task), pending from now on."""
         repeated, self._again = self._again[:n], self._again[n:]
         picked = repeated + self.stream.take(n - len(repeated))
         jobs = [(f"{self.name}/{position}", task) for position, task in picked]
         self._pending |= {name: entry for (name, _), entry in zip(jobs, picked, strict=True)}
-        return await self.make(jobs, version)
+        return jobs
 
     @abstractmethod
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
@@ -60,7 +64,11 @@ class StreamSource(ABC):
 
 
 class Rollouts(StreamSource):
-    """Attempts of the policy: `group_size` a task, and a greedy one beside them with `greedy_baseline`."""
+    """Attempts of the policy: `group_size` a task, and a greedy one beside them with `greedy_baseline`.
+
+    redundant_attempts: so many more are begun, and the first are kept. redundant_groups: likewise; those that were not ready in
+    time are drawn again before anything new. Which are first depends on timing.
+    """
 
     def __init__(
         self,
@@ -72,10 +80,30 @@ class Rollouts(StreamSource):
         seed: int,
         group_size: int,
         greedy_baseline: bool = False,
+        redundant_attempts: int = 0,
+        redundant_groups: int = 0,
     ) -> None:
         super().__init__(stream, name)
         self.manager, self.group_size, self.greedy_baseline = manager, group_size, greedy_baseline
+        self.redundant_attempts, self.redundant_groups = redundant_attempts, redundant_groups
         self.sampling = replace(sampling, seed=seed)
 
+    async def draw(self, n: int, version: int) -> list[Group]:
+        jobs = self.take(n + self.redundant_groups)
+        groups = await self._first(jobs, n)
+        ready = {group.id for group in groups}
+        self.nack([name for name, _ in jobs if name not in ready], "redundant")
+        return groups
+
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return await self.manager.groups(jobs, self.sampling, attempts=self.group_size, greedy=self.greedy_baseline)
+        return await self._first(jobs, len(jobs))
+
+    async def _first(self, jobs: Sequence[tuple[str, Task]], n: int) -> list[Group]:
+        return await self.manager.groups(
+            jobs,
+            self.sampling,
+            attempts=self.group_size,
+            greedy=self.greedy_baseline,
+            redundant=self.redundant_attempts,
+            wanted=n,
+        )

@@ -207,12 +207,13 @@ def test_a_stream_of_few_examples_visits_each_once_an_epoch_in_another_order():
 
 def test_a_step_that_mostly_fails_stops_the_run_and_shows_why():
     broken = make_trajectory([1], [2], outcome=Failed("environment", "Traceback: the server is down"))
-    good = make_trajectory([1], [2], reward=1.0)
+    good = make_trajectory([1], [2], reward=1.0, attempt=1)
     half = FakeSource([make_group("g", [broken, good])])
     assert len(asyncio.run(Batcher(half, groups_per_step=2).next(0))) == 2
-    mostly = FakeSource([make_group("g", [broken, broken, good])])
+    mostly = FakeSource([make_group("g", [broken, replace(broken, attempt=2), good])])
     with pytest.raises(
-        TrainingError, match=r"step 5: 4 of 6 attempts failed \(limit 50%\); the first: environment\n.*server is down"
+        TrainingError,
+        match=r"step 5: 4 of 6 attempts failed \(rollouts.max_failed_share is 50%\); by kind: environment 4.*\n.*is down",
     ):
         asyncio.run(Batcher(mostly, groups_per_step=2).next(4))
 
