@@ -1,0 +1,95 @@
+"""BatchedDataDict, by hand."""
+
+import pytest
+import torch
+
+from ratchet.errors import DataError
+from ratchet.experience.interop import BatchedDataDict, DatumSpec, collate
+
+
+def letters(text="ABCD"):
+    return BatchedDataDict({"name": list(text), "place": torch.arange(len(text))})
+
+
+def test_batches_end_to_end_with_padding_on_the_right():
+    first = BatchedDataDict({"ids": torch.tensor([[1, 2]]), "name": ["a"], "score": torch.tensor([0.5])})
+    second = {"ids": torch.tensor([[3, 4, 5], [6, 7, 8]]), "name": ["b", "c"], "score": torch.tensor([1.0, 2.0])}
+    whole = BatchedDataDict.from_batches([first, second, {"name": []}], pad_value_dict={"ids": 9})
+    assert whole["ids"].tolist() == [[1, 2, 9], [3, 4, 5], [6, 7, 8]]
+    assert whole["name"] == ["a", "b", "c"]
+    assert whole["score"].tolist() == [0.5, 1.0, 2.0]
+    assert whole.size == 3
+    deep = [{"x": torch.ones(1, 1, 2)}, {"x": torch.ones(1, 2, 2)}]
+    assert BatchedDataDict.from_batches(deep)["x"].tolist() == [[[1, 1], [0, 0]], [[1, 1], [1, 1]]]
+    assert BatchedDataDict.from_batches([]).size == 0
+
+
+def test_rows():
+    batch = letters()
+    assert batch.size == 4
+    assert batch.slice(1, 3)["name"] == ["B", "C"]
+    assert batch.slice(1, 3)["place"].tolist() == [1, 2]
+    assert batch.slice(2, 2).size == 0
+    picked = batch.select(torch.tensor([3, 0, 3]))
+    assert (picked["name"], picked["place"].tolist()) == (["D", "A", "D"], [3, 0, 3])
+    assert batch.select([-1])["name"] == ["D"]
+    assert batch.repeat_interleave(2)["name"] == list("AABBCCDD")
+    assert batch.repeat_interleave(2)["place"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_each_repetition_grows_a_log_of_its_own():
+    batch = BatchedDataDict({"message_log": [[{"role": "user"}]]}).repeat_interleave(2)
+    batch["message_log"][0].append({"role": "assistant"})
+    assert [len(log) for log in batch["message_log"]] == [2, 1]
+
+
+def test_reorder_undoes_a_selection():
+    order = [2, 0, 3, 1]
+    batch = letters().select(order)
+    assert batch["name"] == ["C", "A", "D", "B"]
+    assert batch.reorder(order) is batch
+    assert (batch["name"], batch["place"].tolist()) == (list("ABCD"), [0, 1, 2, 3])
+
+
+def test_shards():
+    batch = letters("AABBCCDD")
+    assert [shard["name"] for shard in batch.shard_by_batch_size(2)] == [list("AABB"), list("CCDD")]
+    assert [shard["name"] for shard in batch.shard_by_batch_size(2, batch_size=4)] == [list("AACC"), list("BBDD")]
+    assert [shard["name"] for shard in batch.shard_by_batch_size(2, batch_size=2)] == [list("ABCD"), list("ABCD")]
+    uneven = letters("ABCDE").shard_by_batch_size(2, allow_uneven_shards=True)
+    assert [shard["name"] for shard in uneven] == [list("ABC"), list("DE")]
+    assert [shard.size for shard in letters("ABC").shard_by_batch_size(4, allow_uneven_shards=True)] == [1, 1, 1, 0]
+
+
+def test_to_moves_tensors_in_place():
+    batch = letters()
+    assert batch.to("meta") is batch
+    assert batch["place"].device.type == "meta"
+    assert batch["name"] == list("ABCD")
+
+
+def test_samples_become_a_batch():
+    rows = [DatumSpec(message_log=[], length=n, extra_env_info=None, loss_multiplier=1.0, idx=n) for n in (3, 5)]
+    batch = collate([rows[0], {**rows[1], "task_name": "sums"}])
+    assert batch["length"].tolist() == [3, 5]
+    assert batch["loss_multiplier"].dtype == torch.float32
+    assert batch["task_name"] == [None, "sums"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda: letters().select([4]), "row 4 is not in a batch of 4"),
+        (lambda: letters().slice(3, 5), "rows 3 to 5 are not in a batch of 4"),
+        (lambda: letters().reorder([0, 0, 1, 2]), "must name each of the 4 rows once"),
+        (lambda: letters().shard_by_batch_size(3), "can't be cut"),
+        (lambda: letters().shard_by_batch_size(1, batch_size=3), "can't be cut"),
+        (lambda: letters().shard_by_batch_size(2, batch_size=2, allow_uneven_shards=True), "remove one"),
+        (lambda: BatchedDataDict.from_batches([letters(), {"name": ["E"]}]), "column 'place' is missing from batch 1"),
+        (lambda: BatchedDataDict.from_batches([{"a": [1]}, {"a": torch.ones(1)}]), "make them alike"),
+        (lambda: BatchedDataDict({"a": [1], "b": []}).size, "differ in length"),
+    ],
+)
+def test_what_has_no_answer_says_so(broken, message):
+    with pytest.raises(DataError, match=message):
+        broken()
