@@ -22,6 +22,14 @@ Rows = list[Trajectory]  # of one attempt: one, unless its history forked
 CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
 
 
+class Plays(Protocol):
+    """Who plays attempts: `ratchet.experience.episode.Player`, or an agent from outside."""
+
+    async def play(
+        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+    ) -> Rows: ...
+
+
 class RolloutManager:
     """new_environment: makes an instance; one plays one attempt at a time, and is used again afterwards.
 
