@@ -60,8 +60,8 @@ def cut_down(stage: StageConfig) -> Iterator[str]:
     yield f"{at}.optimizer.warmup_steps=0"
     if getattr(stage.algorithm, "critic", None) is not None:
         yield f"{at}.algorithm.critic.warmup_steps=0"
-    if stage.source == "rollouts" and stage.rewards:
-        names = [str(getattr(reward, "kind", "")).rpartition(":")[2] for reward in stage.rewards]
+    if stage.source == "rollouts":  # an untrained model hardly ever earns a reward that the environment's own steps give
+        names = [str(getattr(reward, "kind", "")).rpartition(":")[2] for reward in stage.rewards] or ["judge"]
         for name in names:  # what is given by a part's name must still find it
             setattr(sys.modules[__name__], name, judge)
         yield f"{at}.rewards={json.dumps([{'kind': f'{__name__}:{name}'} for name in names])}"
