@@ -212,7 +212,10 @@ class Steps(Protocol):
 @runtime_checkable
 class Reward(Protocol):
     """Judges the trajectories of one group, one for each attempt: where a history forked, the last, with the whole
-    conversation in its messages. A plain function `(trajectory, task) -> float | dict of named parts` is adapted."""
+    conversation in its messages. A plain function `(trajectory, task) -> float | dict of named parts` is adapted.
+
+    With an attribute `together = False` it says that it compares none with another: each attempt is then judged by a call of
+    its own, as soon as it ends, and what breaks or is late costs no other."""
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]: ...
 

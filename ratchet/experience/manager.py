@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -187,7 +187,7 @@ async def _close(environment: Environment) -> None:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await guarded(environment.close)
     except (TimeoutError, UserCodeFailed) as failure:  # nothing is lost with it
-        log.warning("an environment failed to close:\n%s", failure or f"not done after {CLOSE_TIMEOUT_S:g} s")
+        log.warning("an environment failed to close:\n%s", str(failure) or f"not done after {CLOSE_TIMEOUT_S:g} s")
 
 
 def _one_each(given: Any, candidates: Sequence[Rows], reward: Reward) -> list[Any]:
@@ -204,12 +204,10 @@ def _checked(outcome: Any, reward: Reward) -> Outcome:
     if not isinstance(outcome, Outcome):
         return Failed("reward", f"{name}.score gave {outcome!r:.80} for an attempt, it must be an Outcome such as Scored(1.0)")
     if isinstance(outcome, Scored | Truncated):
-        numbers = [
-            *outcome.parts.values(),
-            *([] if isinstance(outcome, Truncated) and outcome.reward is None else [outcome.reward]),
-        ]
-        if not all(finite(number) for number in numbers):
-            return Failed("reward", f"{name}.score gave {outcome!r:.200}, and rewards are finite numbers")
+        unknown = isinstance(outcome, Truncated) and outcome.reward is None
+        parts = outcome.parts.values() if isinstance(outcome.parts, Mapping) else [None]
+        if not all(finite(number) for number in parts) or not (unknown or finite(outcome.reward)):
+            return Failed("reward", f"{name}.score gave {outcome!r:.200}, and rewards and their parts are finite numbers")
     return outcome
 
 

@@ -31,6 +31,7 @@ class PerTrajectory(ABC):
 
     name: str
     bounds: tuple[float, float] | None = None
+    together = False  # see `Reward`
 
     @property
     def label(self) -> str:

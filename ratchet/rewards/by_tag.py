@@ -18,6 +18,10 @@ class ByTag:
     def __init__(self, config: ByTagConfig) -> None:
         self._domains = {tag: composed(sections) if sections else OwnSteps() for tag, sections in config.domains.items()}
 
+    @property
+    def together(self) -> bool:
+        return any(reward.together for reward in self._domains.values())
+
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Failed("reward") for a task whose tag has no rewards."""
         reward = self._domains.get(task.tag, self._domains.get(ANY))
@@ -30,6 +34,8 @@ class ByTag:
 
 class OwnSteps:
     """Of a domain whose environment judges turn by turn: nothing is added to that."""
+
+    together = False
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         return [_nothing_more(trajectory, task) for trajectory in trajectories]

@@ -25,6 +25,10 @@ class WeightedSum:
             raise ConfigError(f"rewards {sorted(rewards)} and weights {sorted(weights)} must name the same, at least one")
         self.rewards, self.weights = dict(rewards), dict(weights)
 
+    @property
+    def together(self) -> bool:
+        return any(getattr(reward, "together", True) for reward in self.rewards.values())
+
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         columns = await asyncio.gather(*(reward.score(trajectories, task) for reward in self.rewards.values()))
         return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]

@@ -14,6 +14,7 @@ from ratchet.experience.episode import Player
 from ratchet.experience.given import Rows, Writer
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import measure_groups
+from ratchet.experience.sources import Rollouts
 from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Outputs, Step
 from ratchet.testing.builders import make_group, make_trajectory
@@ -136,3 +137,204 @@ def test_metrics_are_means_whatever_the_weighting():
 
     _, metrics = term(Outputs(weighed.sequence_sum, logprobs=live, old_logprobs=live), weighed)
     assert float(metrics["ratio"]) == pytest.approx(1.0)
+
+
+# --- what breaks, hangs or returns nonsense costs its attempt, and is tried again within bounds
+
+
+def manage(environment=None, reward=None, *, timeout_s=None, retries=0, answer=lambda tokens, sampling: [1, EOS]):
+    player = Player(FakeGenerator(answer), Digits(), max_context=64, timeout_s=timeout_s)
+    environment = environment or FakeEnvironment()
+    made = lambda: copy.copy(environment)  # noqa: E731
+    return RolloutManager(
+        player, made, reward or FakeReward(lambda t, task: 1.0), judge_timeout_s=timeout_s, retries=retries
+    )  # fmt: skip
+
+
+def outcomes(manager, attempts=3, **options):
+    task = Task("t", (Message("user", "12"),))
+    group = asyncio.run(manager.group(task, SAMPLING, group_id="g", attempts=attempts, **options))
+    return [t.outcome for t in group.trajectories]
+
+
+class Faulty(FakeEnvironment):
+    """Breaks in `step` in its first attempts, then is well."""
+
+    def __init__(self, breaks, times):
+        super().__init__()
+        self.breaks, self.left = breaks, [times]  # copies share it
+
+    async def step(self, message):
+        self.left[0] -= 1
+        return await self.breaks() if self.left[0] >= 0 else Step(done=True)
+
+
+async def exits():
+    raise SystemExit(3)
+
+
+async def cancels():
+    raise asyncio.CancelledError
+
+
+async def hangs():
+    await asyncio.Event().wait()
+
+
+async def not_a_number():
+    return Step(reward=float("nan"), done=True)
+
+
+async def silent():
+    return Step()
+
+
+@pytest.mark.parametrize("breaks", [exits, cancels, hangs, not_a_number, silent])
+def test_whatever_an_environment_does_costs_its_attempt_and_is_tried_again(breaks):
+    timeout_s = 0.02 if breaks is hangs else None
+    kinds = [getattr(o, "kind", "") for o in outcomes(manage(Faulty(breaks, 1), timeout_s=timeout_s))]
+    assert kinds == ["timeout" if breaks is hangs else "environment", "", ""]
+    assert outcomes(manage(Faulty(breaks, 2), timeout_s=timeout_s, retries=2), 1) == [Scored(1.0)]
+    assert isinstance(outcomes(manage(Faulty(breaks, 3), timeout_s=timeout_s, retries=2), 1)[0], Failed)
+
+
+def test_an_attempt_tried_again_is_drawn_with_the_same_seed():
+    seen = []
+    answer = lambda tokens, sampling: seen.append(sampling.seed) or [1, EOS]  # noqa: E731
+    outcomes(manage(Faulty(exits, 1), retries=1, answer=answer), 1)
+    assert len(seen) == 2
+    assert len(set(seen)) == 1
+
+
+def test_a_timeout_names_what_was_waited_for():
+    (outcome,) = outcomes(manage(Faulty(hangs, 1), timeout_s=0.02), 1)
+    assert outcome.detail == "not over after 0.02 s and 1 turns, waiting for the environment"
+
+
+def test_data_that_can_not_be_rendered_are_not_tried_again():
+    class Refuses(Digits):
+        def prompt(self, messages, tools=None):
+            self.asked = getattr(self, "asked", 0) + 1
+            raise DataError("no such role")
+
+    manager = manage(retries=5)
+    renderer = Refuses()
+    manager.player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), renderer, max_context=64)
+    assert [o.kind for o in outcomes(manager, 1)] == ["data"]
+    assert renderer.asked == 1
+
+
+class Grader:
+    """Breaks when it is asked the first `times`."""
+
+    def __init__(self, breaks, times, *, together):
+        self.breaks, self.left, self.together, self.asked = breaks, times, together, []
+
+    async def score(self, trajectories, task):
+        self.asked.append(len(trajectories))
+        self.left -= 1
+        return await self.breaks() if self.left >= 0 else [Scored(1.0) for _ in trajectories]
+
+
+async def too_few():
+    return []
+
+
+async def no_outcome():
+    return [1.0]
+
+
+async def infinite():
+    return [Scored(float("inf"))]
+
+
+async def no_part():
+    return [Scored(1.0, {"a": None})]
+
+
+@pytest.mark.parametrize("breaks", [exits, hangs, too_few, no_outcome, infinite, no_part])
+def test_whatever_a_reward_does_costs_the_attempt_it_was_asked_about(breaks):
+    timeout_s = 0.02 if breaks is hangs else None
+    grader = Grader(breaks, 1, together=False)
+    found = outcomes(manage(reward=grader, timeout_s=timeout_s))
+    assert grader.asked == [1, 1, 1]
+    assert sorted(type(o).__name__ for o in found) == ["Failed", "Scored", "Scored"]
+    assert {o.kind for o in found if isinstance(o, Failed)} == {"timeout" if breaks is hangs else "reward"}
+    assert outcomes(manage(reward=Grader(breaks, 2, together=False), timeout_s=timeout_s, retries=2)) == [Scored(1.0)] * 3
+
+
+def test_judging_a_group_again_leaves_what_was_judged():
+    class Half:
+        def __init__(self):
+            self.asked = 0
+
+        async def score(self, trajectories, task):
+            self.asked += 1
+            return [Scored(float(self.asked)) if i or self.asked > 1 else Failed("sandbox") for i in range(len(trajectories))]
+
+    reward = Half()
+    assert outcomes(manage(reward=reward, retries=3)) == [Scored(2.0), Scored(1.0), Scored(1.0)]
+    assert reward.asked == 2
+
+
+def test_an_environment_that_hangs_while_it_closes_does_not_hold_up_the_run(monkeypatch, caplog):
+    class Stuck(Faulty):
+        async def close(self):
+            await hangs()
+
+    monkeypatch.setattr("ratchet.experience.manager.CLOSE_TIMEOUT_S", 0.02)
+    assert [type(o).__name__ for o in outcomes(manage(Stuck(exits, 1)), 2)] == ["Failed", "Scored"]
+    assert "not done after 0.02 s" in caplog.text
+
+
+# --- redundancy
+
+
+def test_redundant_attempts_are_cancelled_once_enough_have_ended_well():
+    closed = []
+
+    class Slow(FakeEnvironment):
+        async def step(self, message):
+            if message.text == "0":
+                raise ValueError("broken")
+            if message.text in ("1", "2"):
+                await hangs()
+            return Step(done=True)
+
+        async def close(self):
+            closed.append(self)
+
+    turn = iter(range(6))
+    manager = manage(Slow(), answer=lambda tokens, sampling: [next(turn), EOS])
+    task = Task("t", (Message("user", "12"),))
+    group = asyncio.run(manager.group(task, SAMPLING, group_id="g", attempts=3, redundant=3))
+    assert [(t.attempt, type(t.outcome).__name__) for t in group.trajectories] == [
+        (0, "Failed"), (3, "Scored"), (4, "Scored"), (5, "Scored"),
+    ]  # fmt: skip
+    assert len(closed) == 3  # of the failed one and of those that were cancelled
+
+
+def test_redundant_groups_that_were_late_are_drawn_again():
+    late = {"echo/train/1"}
+
+    class Slow(FakeEnvironment):
+        async def step(self, message):
+            if self.task.id in late:
+                await hangs()
+            return Step(done=True)
+
+    stream = TaskStream(Slow(), seed=0)
+    source = Rollouts(
+        stream, "s", manage(Slow()), sampling=SAMPLING, seed=1, group_size=2, redundant_attempts=0, redundant_groups=1
+    )
+
+    async def two_steps():
+        first = [group.id for group in await source.draw(2, 0)]
+        late.clear()
+        return first, [group.id for group in await source.draw(2, 1)], await source.snapshot()
+
+    first, second, state = asyncio.run(two_steps())
+    assert first == ["s/0", "s/2"]
+    assert second[0] == "s/1"
+    assert sorted([*first, *second]) == ["s/0", "s/1", "s/2", "s/3"]
+    assert state == {"position": 5, "pending": [0, 1, 2, 3, 4]}
