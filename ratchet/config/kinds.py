@@ -164,7 +164,6 @@ DEFAULT_KIND: Mapping[str, str] = {"learner": "local", "generator": "engine", "t
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "rewards": {"weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))},
     "estimator": {"weight": (float, Field(1.0, description="Factor on this estimator in the sum of all."))},
-    "agent": {"timeout_s": (float, Field(300.0, gt=0, description="Seconds that an attempt may take; it then fails."))},
     "part": {
         "weight": (float, Field(1.0, gt=0, description="Its share of the prompts, relative to the others'.")),
         "tag": (str, Field("", description="The tag of its tasks; by default its kind.")),

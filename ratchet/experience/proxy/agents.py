@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 from ratchet.executors.environment import inherited
@@ -22,18 +21,15 @@ GRACE_S = 1.0  # for outputs that a process outside of the program's group still
 TAIL = 2000  # characters of its errors in a failure
 
 
-@dataclass(frozen=True)
-class Agent:
-    """act: (task, base URL, API key) -> anything; rewards find it in `Trajectory.extras["result"]`. timeout_s: of each."""
+# (task, base URL, API key) -> anything: the rewards find it in `Trajectory.extras["result"]`.
+Agent = Callable[[Task, str, str], Any]
 
-    act: Callable[[Task, str, str], Any]
-    timeout_s: float = 300.0
 
-    async def play(self, task: Task, base_url: str, api_key: str) -> Any:
-        """What `act` gives. A plain function runs in a thread of its own: no attempt waits for another."""
-        if inspect.iscoroutinefunction(self.act) or inspect.iscoroutinefunction(getattr(self.act, "__call__", None)):  # noqa: B004
-            return await self.act(task, base_url, api_key)
-        return await _in_thread(lambda: self.act(task, base_url, api_key))
+async def ask(agent: Agent, task: Task, base_url: str, api_key: str) -> Any:
+    """What the agent gives. A plain function runs in a thread of its own: no attempt waits for another."""
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None)):  # noqa: B004
+        return await agent(task, base_url, api_key)
+    return await _in_thread(lambda: agent(task, base_url, api_key))
 
 
 def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:

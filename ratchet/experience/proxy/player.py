@@ -9,7 +9,7 @@ from typing import Any
 
 from ratchet.data.renderer import Renderer
 from ratchet.experience.episode import PromptMemo
-from ratchet.experience.proxy.agents import Agent
+from ratchet.experience.proxy.agents import Agent, ask
 from ratchet.experience.proxy.server import Proxy
 from ratchet.experience.proxy.session import Session
 from ratchet.interfaces import Environment, Generator
@@ -20,7 +20,8 @@ from ratchet.types import Failed, Outcome, Sampling, Task, Trajectory, Truncated
 class AgentPlayer:
     """Has an agent play attempts. The environment only gives the tasks: its `reset` and `step` are not called; rewards judge.
 
-    max_context: tokens that the model can hold. max_turns: answers that one attempt may ask for.
+    max_context: tokens that the model can hold. max_turns: answers that one attempt may ask for. timeout_s: of a
+    whole attempt; None: no limit.
     """
 
     agent: Agent
@@ -28,6 +29,7 @@ class AgentPlayer:
     renderer: Renderer
     max_context: int
     max_turns: int = 64
+    timeout_s: float | None = None
     proxy: Proxy = field(default_factory=Proxy)
 
     async def play(
@@ -42,7 +44,7 @@ class AgentPlayer:
         async with self.proxy.open(session) as (base_url, api_key):
             playing = asyncio.ensure_future(self._played(task, base_url, api_key))
             try:
-                await asyncio.wait({playing, session.ended}, timeout=self.agent.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({playing, session.ended}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 late = not playing.done()
             finally:
                 playing.cancel()
@@ -51,7 +53,7 @@ class AgentPlayer:
             if session.ended.done():
                 outcome = session.ended.result()
             elif late:
-                outcome = Failed("timeout", f"the agent took more than {self.agent.timeout_s:g} s")
+                outcome = Failed("timeout", f"the agent took more than {self.timeout_s:g} s")
             else:
                 outcome = _outcome(session, error)
             return session.trajectories(attempt, outcome, {"result": result})
@@ -59,7 +61,7 @@ class AgentPlayer:
     async def _played(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:
         """(what the agent returned, the traceback of what it raised)"""
         try:
-            return await self.agent.play(task, base_url, api_key), ""
+            return await ask(self.agent, task, base_url, api_key), ""
         # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own attempt.
         except (Exception, SystemExit):
             return None, traceback.format_exc()

@@ -11,7 +11,7 @@ from experience.proxy.talk import TOOLS, Scripted, converse, said, sampling
 from openai import AsyncOpenAI, OpenAI
 
 from ratchet.experience.manager import RolloutManager
-from ratchet.experience.proxy.agents import MAX_OUTPUT, Agent, Command
+from ratchet.experience.proxy.agents import MAX_OUTPUT, Command
 from ratchet.experience.proxy.config import CommandConfig
 from ratchet.experience.proxy.player import AgentPlayer
 from ratchet.testing.fakes import FakeEnvironment, FakeReward
@@ -26,7 +26,7 @@ def play(act, generator=None, *, timeout_s=60.0, max_context=4096, max_turns=64,
     from experience.proxy.talk import RENDERER
 
     player = AgentPlayer(
-        Agent(act, timeout_s), generator or Scripted(["a"]), RENDERER, max_context=max_context, max_turns=max_turns
+        act, generator or Scripted(["a"]), RENDERER, max_context=max_context, max_turns=max_turns, timeout_s=timeout_s
     )
     return asyncio.run(player.play(TASK, FakeEnvironment(), sampling(**sampled), attempt=2))
 
@@ -226,7 +226,7 @@ def test_groups_of_agents_are_judged_with_their_results():
     reward = FakeReward(lambda row, task: float(len(row.messages) == 2 and '"role": "assistant"' in row.extras["result"]))
 
     async def scene():
-        player = AgentPlayer(Agent(act), Scripted(["b"]), RENDERER, max_context=4096)
+        player = AgentPlayer(act, Scripted(["b"]), RENDERER, max_context=4096)
         manager = RolloutManager(player, FakeEnvironment, reward)
         groups = await manager.groups([("g/0", TASK), ("g/1", TASK)], sampling(), attempts=3, greedy=True)
         await manager.close()
