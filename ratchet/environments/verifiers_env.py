@@ -48,7 +48,8 @@ class VerifiersEnvironment(Rows):
         alike = len(set(prompts)) < len(prompts)
         for index, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
             _check_needs_no_box(task)
-            split = "test" if held_out(task.hash if alike else str(prompt)) else "train"
+            text = task.hash if alike else "\n".join(message.text for message in prompt)
+            split = "test" if held_out(text) else "train"
             known = Task(
                 id=f"{self.config.taskset}/{index}",
                 messages=prompt or (Message("user", f"{self.config.taskset}, task {index}"),),
@@ -175,12 +176,16 @@ class _Conversation:
             agent=AgentInfo(config=getattr(table.inner.config, table.seat)),
         )
         self.said: list[vf.Message] = []
+        self.over = False  # it was told so, and asks no more: as there, to ask again is an error
 
     async def turn(self, message: str | Sequence[Any] | None = None) -> vf.Segment:
         from verifiers.v1 import AssistantMessage, Response, Segment
         from verifiers.v1.graph import prepare_turn
 
+        if self.over:
+            raise RuntimeError("the exchange is over (the run ended); read interaction.trace")
         if self.trace.stop_condition is not None:
+            self.over = True
             return Segment(messages=[], terminated=True)
         new = _prompt(self.task) if not self.said else []
         new += _typed(message)
@@ -188,6 +193,7 @@ class _Conversation:
         text = await self.table._ask(tuple(map(_ours, new)))
         if text is None:
             self.trace.stop("max_turns")
+            self.over = True
             return Segment(messages=[], terminated=True)
         reply = AssistantMessage(content=text)
         answered = Response(id="", created=0, model="policy", message=reply, finish_reason="stop")

@@ -268,6 +268,14 @@ def test_stop_functions_and_the_turn_limit_end_the_conversation_and_it_is_judged
 
 
 @pytest.mark.needs("verifiers")
+def test_an_environment_that_asks_on_after_the_end_fails_and_does_not_hang(words):
+    environment = words(options={"turns": True}, max_turns=1)
+    task = next(task for task in environment.tasks("train", seed=0) if "deaf" in task.messages[1].text)
+    with pytest.raises(RuntimeError, match="the exchange is over"):
+        asyncio.run(episode(environment, task, ["f"]))
+
+
+@pytest.mark.needs("verifiers")
 def test_what_a_verifiers_environment_raises_fails_the_attempt_and_the_next_one_plays(words):
     environment = words(options={"turns": True})
     with pytest.raises(RuntimeError, match="as asked"):

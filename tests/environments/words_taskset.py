@@ -2,7 +2,7 @@
 
 import verifiers.v1 as vf
 
-WORDS = [a + b for a in ("ba", "do", "fi", "gu") for b in ("ck", "lt", "mp", "nd", "rs", "st")]
+WORDS = [a + b for a in ("ba", "do", "fi", "gu") for b in ("ck", "lt", "mp", "nd", "rs", "st")] + ["deaf"]
 
 
 class WordsConfig(vf.TasksetConfig):
@@ -43,7 +43,7 @@ class WordsEnvConfig(vf.EnvConfig):
 
 
 class WordsEnv(vf.Env[WordsEnvConfig]):
-    """Asks for one letter after the other, where the taskset says so."""
+    """Asks for one letter after the other, where the taskset says so; of "deaf" even after it was told that it is over."""
 
     async def run(self, task, agents):
         if not self.taskset.config.turns:
@@ -55,6 +55,8 @@ class WordsEnv(vf.Env[WordsEnvConfig]):
                 if segment.terminated or segment.last_reply == "raise":
                     break
                 segment = await talk.turn(f"Letter {place}?")
+                if segment.terminated and task.data.word == "deaf":
+                    await talk.turn("Hello?")
             if segment.last_reply == "raise":
                 raise RuntimeError("as asked")
         if segment.terminated:
