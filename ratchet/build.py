@@ -56,7 +56,13 @@ class Policy:
 
     @classmethod
     def of(
-        cls, model: PolicyModel, tokenizer: Tokenizer, *, template: str | None = None, generator: Section | None = None
+        cls,
+        model: PolicyModel,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None = None,
+        tool_format: str = "auto",
+        generator: Section | None = None,
     ) -> Policy:
         """With a generator in this process, which reads the model's own tensors. Raises ModelError for a misfit."""
         if tokenizer.vocab_size > model.vocab_size:
@@ -65,7 +71,7 @@ class Policy:
                 "they don't belong together; give the model's own tokenizer"
             )
         made = construct(generator or resolve("generator", {}), model, tokenizer)
-        return cls(model, tokenizer, Renderer(tokenizer, template), made)
+        return cls(model, tokenizer, Renderer(tokenizer, template, tool_format=tool_format), made)
 
     def ends(self, sampling: Sampling) -> Sampling:
         """With the ids that end this policy's turn among the stop ids."""
@@ -334,7 +340,9 @@ def build_policy(config: RunConfig) -> Policy:
         assert source.preset is not None, "the configuration lets neither path nor preset through without the other"
         shape = preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
         model = init_policy(shape, seed=config.seed, device=device)
-    return Policy.of(model, tokenizer, template=template_of(config), generator=config.stages[0].generator)
+    format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
+    generator = config.stages[0].generator
+    return Policy.of(model, tokenizer, template=template_of(config), tool_format=format_of_tools, generator=generator)
 
 
 def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:

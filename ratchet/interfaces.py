@@ -169,7 +169,7 @@ class OffersTools(Protocol):
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         """JSON-schema descriptions ({"type": "function", "function": {"name", "description", "parameters"}}), asked for after
-        `reset`; the same during the whole attempt."""
+        `reset`, and with a demonstration; the same during the whole attempt."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -20,6 +20,9 @@ class TokenizerConfig(Section):
     template: str | None = Field(
         None,
         description="How messages become text: plain, turns, chatml, the path of a .jinja file; null: the tokenizer's own.",
+    )
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek"] = Field(
+        "auto", description="How the model writes tool calls; auto: told from the template and the special tokens."
     )
 
 

@@ -34,17 +34,33 @@ BUILTIN: Mapping[str, str] = {
     {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
 {%- endfor -%}
 """,
-    # One token opens each turn; EOS closes those of the assistant.
+    # One token opens each turn; EOS closes those of the assistant. Tool calls are written; the tools themselves are not shown.
     "turns": """\
 {%- for message in messages -%}
     {{- "<" + message.role + ">" + message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- "<tool_call>" + ({"name": call.function.name, "arguments": call.function.arguments} | tojson) + "</tool_call>" -}}
+    {%- endfor -%}
     {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<assistant>" -}}{%- endif -%}
 """,
     "chatml": """\
-{%- for message in messages -%}
-    {{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" -}}
+{%- if tools -%}
+    {{- "<|im_start|>system\\n" -}}
+    {%- if messages[0].role == "system" -%}{{- messages[0].content + "\\n\\n" -}}{%- endif -%}
+    {{- "# Tools\\n\\nYou may call these functions:\\n<tools>" -}}
+    {%- for tool in tools -%}{{- "\\n" + (tool | tojson) -}}{%- endfor -%}
+    {{- '\\n</tools>\\n\\nCall one by <tool_call>\\n{"name": name, "arguments": object}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in (messages[1:] if tools and messages[0].role == "system" else messages) -%}
+    {{- "<|im_start|>" + message.role + "\\n" + message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- "\\n" if message.content or not loop.first -}}
+        {{- "<tool_call>\\n" + ({"name": call.function.name, "arguments": call.function.arguments} | tojson) -}}
+        {{- "\\n</tool_call>" -}}
+    {%- endfor -%}
+    {{- "<|im_end|>\\n" -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
 """,

@@ -17,13 +17,20 @@ from ratchet.interfaces import Compares, Environment, Judges, Measures, OffersSt
 from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
+def mixture(config: MixtureConfig) -> Mixture:
+    """One that offers tools where a part of it does: who plays it must know then how the policy calls them."""
+    parts = {tag_of(part): construct(part) for part in config.parts}
+    offers = any(isinstance(part, OffersTools) for part in parts.values())
+    return (MixtureWithTools if offers else Mixture)(config, parts)
+
+
 class Mixture:
     """A task is its part's, but for its tag and an id that begins with it. Which part serves position i follows from the
     weights alone, so that a resumed run goes on where it was, in every part."""
 
-    def __init__(self, config: MixtureConfig) -> None:
+    def __init__(self, config: MixtureConfig, parts: Mapping[str, Environment]) -> None:
         self.config = config
-        self._parts: dict[str, Environment] = {tag_of(part): construct(part) for part in config.parts}
+        self._parts = parts
         self._shares = [Fraction(str(getattr(part, "weight", 1.0))) for part in config.parts]
         self._own: dict[str, Environment] = {}
         self._playing: Environment | None = None
@@ -90,10 +97,6 @@ class Mixture:
         for part in own.values():
             await part.close()
 
-    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        part = self._own.get(task.tag, self._part(task))
-        return part.tools(task) if isinstance(part, OffersTools) else ()
-
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return self._playing.stop_strings if isinstance(self._playing, OffersStops) else ()
@@ -127,6 +130,12 @@ class Mixture:
         if not isinstance(part, Steps):
             raise DataError(f"part '{task.tag}' of the mixture has no answers in labelled steps")
         return part.steps(task)
+
+
+class MixtureWithTools(Mixture):
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        part = self._own.get(task.tag, self._part(task))
+        return part.tools(task) if isinstance(part, OffersTools) else ()
 
 
 def place(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:

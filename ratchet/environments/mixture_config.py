@@ -15,7 +15,7 @@ from ratchet.environments.config import EnvironmentConfig
 class MixtureConfig(EnvironmentConfig):
     """Several environments in one run, each with its share of the prompts and, by its tag, its own rewards."""
 
-    builds: ClassVar[str] = "ratchet.environments.mixture:Mixture"
+    builds: ClassVar[str] = "ratchet.environments.mixture:mixture"
 
     parts: Annotated[tuple[SerializeAsAny[Section], ...], Slot("part", many=True)] = Field(
         min_length=1, description="Environments, each with its weight, and a tag where two are of one kind."

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ratchet.data.renderer import Renderer
+from ratchet.data.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.sources import StreamSource
 from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Compares, Judges, Steps
+from ratchet.interfaces import Compares, Judges, OffersTools, Steps
 from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
 
 
@@ -24,11 +24,17 @@ class Writer:
         self.renderer, self.max_context, self.temperature = renderer, max_context, temperature
 
     def row(
-        self, task: Task, answer: Sequence[Message], reward: float | None = None, *, train: Literal["all", "last"] = "last"
+        self,
+        task: Task,
+        answer: Sequence[Message],
+        reward: float | None = None,
+        *,
+        train: Literal["all", "last"] = "last",
+        tools: Tools | None = None,
     ) -> Trajectory:
-        """The task's messages and an answer; every turn of the assistant trains, or the last."""
+        """The task's messages and an answer; every turn of the assistant trains, or the last. tools: that were offered."""
         messages = (*task.messages, *answer)
-        tokens, trainable = self.renderer.supervised(messages, train=train)
+        tokens, trainable = self.renderer.supervised(messages, tools, train=train)
         return self._checked(task, Trajectory.supervised(tokens, trainable, messages=messages), reward)
 
     def stepped(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:
@@ -59,8 +65,12 @@ class Rows(StreamSource):
         self.train: Literal["all", "last"] = train
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        answers = ((name, task, self.stream.environment.demonstration(task)) for name, task in jobs)
-        return [Group(name, task, (self.writer.row(task, answer, train=self.train),)) for name, task, answer in answers]
+        return [Group(name, task, (self._row(task),)) for name, task in jobs]
+
+    def _row(self, task: Task) -> Trajectory:
+        environment = self.stream.environment
+        tools = (environment.tools(task) or None) if isinstance(environment, OffersTools) else None
+        return self.writer.row(task, environment.demonstration(task), train=self.train, tools=tools)
 
 
 class JudgedSource(StreamSource):

@@ -1,0 +1,1 @@
+"""Tools that environments offer to a policy. `base` holds the protocol and what runs calls; any environment may use them."""

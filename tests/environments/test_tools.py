@@ -1,0 +1,236 @@
+"""Tools, and the calls that a policy makes of them."""
+
+import asyncio
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ratchet.config.kinds import construct, resolve
+from ratchet.data.builtin_tokenizers import byte_tokenizer
+from ratchet.environments.tools.base import Toolbox, ToolError, ToolUnavailable, make_tools
+from ratchet.environments.tools.calculator import calculate, written
+from ratchet.environments.tools.retriever import Passage, RetrieverTool, embedder
+from ratchet.errors import ConfigError, DataError
+from ratchet.models.load import init_policy
+from ratchet.models.presets import preset
+from ratchet.sandbox import SandboxError
+from ratchet.types import ToolCall
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+
+
+def tool(kind, **keys):
+    return construct(resolve("tool", {"kind": kind, **keys}))
+
+
+def answered(toolbox, name, **arguments):
+    return asyncio.run(toolbox.answer(ToolCall("call_0", name, arguments)))
+
+
+# --- calculator
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", 7),
+        ("(1 + 2) * 3", 9),
+        ("2 ** 3 ** 2", 512),
+        ("-2 ** 2", -4),
+        ("2 ** -1", Fraction(1, 2)),
+        ("7 // 2 - -7 // 2", 7),
+        ("-7 % 3", 2),
+        ("0.1 + 0.2", Fraction(3, 10)),
+        ("1e3 / 8", 125),
+        ("007*08", 56),
+        ("3 × 4 ÷ 6 − 1", 1),
+        ("2^10", 1024),
+        ("(-1) ** 999999", -1),
+        ("0 ** 0", 1),
+    ],
+)
+def test_values_are_exact_and_as_pythons(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "why"),
+    [
+        ("", "is empty"),
+        ("1 +", "ends too early"),
+        ("(1", r"'\)' is missing"),
+        ("1)", "can't stand there"),
+        ("1 2", "'2' can't stand there"),
+        ("1 / (2 - 2)", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("9 ** 9 ** 9", "too large"),
+        ("10 ** 999 * 10 ** 999", "too large"),
+        ("2 ** 0.5", "whole exponents"),
+        ("(" * 200 + "1" + ")" * 200, "nested"),
+        ("-" * 200 + "1", "nested"),
+        ("1" * 2000, "2000 characters"),
+        ("__import__('os')", "'_' is no number"),
+    ],
+)
+def test_what_is_no_expression_is_told(expression, why):
+    with pytest.raises(ToolError, match=why):
+        calculate(expression)
+
+
+def test_values_are_written_short():
+    assert [written(Fraction(*v)) for v in ((6, 2), (-1, 4), (1, 3), (10**20, 1))] == [
+        "3", "-0.25", "0.333333333333", "1" + "0" * 20,
+    ]  # fmt: skip
+
+
+# --- calls
+
+
+class Odd:
+    """Does what it is told to."""
+
+    name, description = "odd", "Odd."
+    parameters = {"type": "object", "properties": {"how": {"type": "string"}, "n": {"type": "integer"}}, "required": ["how"]}  # noqa: RUF012
+
+    async def call(self, how, n=0):
+        if how == "raise":
+            raise ZeroDivisionError("oops")
+        if how == "hang":
+            await asyncio.Event().wait()
+        if how == "broken":
+            raise SandboxError("the machine")
+        return "x" * n
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("eval", {}, "Error: there is no tool 'eval'; there are odd"),
+        ("odd", {}, "Error: the argument 'how' is missing; it takes how, n"),
+        ("odd", {"how": "x", "m": 1}, "Error: there is no argument 'm'; it takes how, n"),
+        ("odd", {"how": 3}, "Error: the argument 'how' must be of type string, not 3"),
+        ("odd", {"how": "x", "n": True}, "Error: the argument 'n' must be of type integer, not True"),
+        ("odd", {"how": "raise"}, "Error: ZeroDivisionError: oops"),
+        ("odd", {"how": "hang"}, "Error: odd gave no answer within 0.05 s"),
+    ],
+)
+def test_what_goes_wrong_with_a_call_is_answered(name, arguments, told):
+    answer = answered(Toolbox([Odd()], timeout_s=0.05), name, **arguments)
+    assert (answer.text, answer.error) == (told, True)
+
+
+def test_what_is_wrong_with_the_machinery_is_nobodys_answer():
+    with pytest.raises(SandboxError):
+        answered(Toolbox([Odd()]), "odd", how="broken")
+
+
+def test_a_long_answer_is_cut_and_names_are_unique():
+    assert answered(Toolbox([Odd()], max_chars=3), "odd", how="say", n=5).text == "xxx\n[cut after 3 characters]"
+    assert answered(Toolbox([Odd()]), "odd", how="say", n=2).text == "xx"
+    with pytest.raises(ConfigError, match="two tools are called 'odd'"):
+        Toolbox([Odd(), Odd()])
+    with pytest.raises(ConfigError, match="is no tool"):
+        make_tools([resolve("tool", {"kind": "fractions:Fraction", "numerator": 1})])
+
+
+# --- python
+
+
+def test_programs_run_in_the_sandbox():
+    toolbox = Toolbox([tool("python", timeout_s=1, workers=1)])
+    assert answered(toolbox, "python", code="print(sum(range(10)))").text == "45\n"
+    assert answered(toolbox, "python", code="x = 1").text == "(nothing was printed)"
+    failed = answered(toolbox, "python", code="print(1)\nraise KeyError('k')")
+    assert failed.error
+    assert "exit code 1" in failed.text
+    assert "KeyError: 'k'" in failed.text
+    assert "printed before: 1" in failed.text
+    assert "the program failed: it took too" in answered(toolbox, "python", code="while True: pass").text
+
+
+# --- search
+
+PASSAGES = [
+    Passage("The capital of France is Paris.", "France"),
+    Passage("Berlin lies on the Spree.", "Germany"),
+    Passage("Bread is baked from flour."),
+]
+
+
+def test_passages_are_found_by_their_words():
+    search = RetrieverTool(PASSAGES, results=2, max_chars=11)
+    assert search.search("what is the capital of France?") == [PASSAGES[0]]
+    assert search.call("Spree Germany") == "[1] Germany\nBerlin lies"
+    assert search.call("zebra") == "nothing was found"
+    assert search.call("") == "nothing was found"
+    with pytest.raises(DataError, match="without passages"):
+        RetrieverTool([])
+
+
+def by_first_letter(texts):
+    return np.array([[text.strip()[:1] == letter for letter in "FGB"] for text in texts], dtype=float) + 1e-3
+
+
+def test_and_by_meaning_where_embeddings_are_given(tmp_path):
+    """By hand: words rank none for "Bx"; the first letter ranks the third passage first."""
+    search = RetrieverTool(PASSAGES, results=1, embed=by_first_letter)
+    assert search.search("Bx") == [PASSAGES[2]]
+    # First by words and second by meaning beats first by meaning alone.
+    assert RetrieverTool(PASSAGES, results=3, embed=by_first_letter).search("Flour")[0] == PASSAGES[2]
+    with pytest.raises(DataError, match=r"shape \[3, d\]"):
+        RetrieverTool(PASSAGES, embed=lambda texts: np.zeros(3))
+    tokenizer = byte_tokenizer()
+    model = init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1)
+    model.save(tmp_path)
+    tokenizer.save(tmp_path)
+    vectors = embedder(str(tmp_path))(["one", "two", ""])
+    assert vectors.shape == (3, 32)
+    assert RetrieverTool(PASSAGES, results=1, embed=embedder(str(tmp_path))).search(PASSAGES[1].text) == [PASSAGES[1]]
+
+
+def test_a_corpus_is_read_from_a_file(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "a cat", "title": "Pets"}\n{"text": "a dog"}\n')
+    assert tool("search", corpus=str(corpus)).call("dog") == "[1] a dog"
+    corpus.write_text('{"txt": "a cat"}\n')
+    with pytest.raises(DataError, match=r"corpus.jsonl, line 1"):
+        tool("search", corpus=str(corpus))
+
+
+# --- MCP
+
+
+def mcp(**keys):
+    return tool("mcp", command=[sys.executable, SERVER], **keys)
+
+
+def test_tools_of_an_mcp_server_are_called_by_its_own_client():
+    toolbox = Toolbox(mcp())
+    add, *_ = toolbox.schemas
+    assert (add["function"]["name"], add["function"]["description"]) == ("add", "Adds two whole numbers.")
+    assert set(add["function"]["parameters"]["properties"]) == {"a", "b"}
+    json.dumps(toolbox.schemas)
+    assert answered(toolbox, "add", a=2, b=3).text == "5"
+    assert answered(toolbox, "add", a=2, b="x").text == "Error: the argument 'b' must be of type integer, not 'x'"
+    failed = answered(toolbox, "fail")
+    assert failed.error
+    assert "no luck" in failed.text
+
+
+def test_an_mcp_server_that_dies_fails_the_attempt_and_is_started_again():
+    toolbox = Toolbox(mcp())
+    with pytest.raises(ToolUnavailable):
+        answered(toolbox, "die")
+    assert answered(toolbox, "add", a=1, b=1).text == "2"
+
+
+def test_an_mcp_server_offers_what_it_is_asked_for():
+    assert [found.name for found in mcp(only=["fail"])] == ["fail"]
+    with pytest.raises(ConfigError, match="has no tool 'sub': it has add, fail, die"):
+        mcp(only=["sub"])
+    with pytest.raises(ToolUnavailable, match="can't be used"):
+        tool("mcp", command=["/nonexistent/server"])
