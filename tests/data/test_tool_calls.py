@@ -205,7 +205,7 @@ def test_a_dialogue_with_tools_extends_what_was_sampled_token_by_token():
     history, answers = [Message("user", "2 + 2?")], [Message("tool", "4", tool_call_id="call_0")]
     assert made.keeps(sampled, answers, history=history, said=message, tools=TOOLS)
     added = made.extend(sampled, answers, history=history, tools=TOOLS)
-    assert made.tokenizer.decode(added) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    assert made.tokenizer.decode(added, skip_special=False) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
     assert "<tools>" in made.tokenizer.decode(prompt)
 
 
