@@ -20,7 +20,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ratchet.sandbox import shell
-from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Reason, Result, SandboxError, Session, Strength, inside
+from ratchet.sandbox.base import (
+    DEFAULT_LIMITS,
+    Isolation,
+    Limits,
+    Reason,
+    Result,
+    SandboxError,
+    Session,
+    Strength,
+    end_threads,
+    inside,
+)
 from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.engine import Engine, Missing, Stream, Unwell
 from ratchet.sandbox.reaper import OWNER, reap, this_process
@@ -356,7 +367,7 @@ def _end(engine: Engine, live: dict[str, Stream], threads: ThreadPoolExecutor) -
         with contextlib.suppress(SandboxError):
             engine.remove(container)
     live.clear()
-    threads.shutdown(wait=True, cancel_futures=True)
+    end_threads(threads)
     for container in list(live):  # started in the meantime
         live.pop(container).close()
     engine.close()

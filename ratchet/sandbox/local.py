@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Result, SandboxError, Session, Strength
+from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Result, SandboxError, Session, Strength, end_threads
 from ratchet.sandbox.config import LocalSandboxConfig
 from ratchet.sandbox.slot import Broken, Slot
 from ratchet.sandbox.workspace import Workspace
@@ -139,6 +139,6 @@ def _end(closing: threading.Event, slots: list[Slot], threads: ThreadPoolExecuto
     closing.set()
     for slot in slots:
         slot.stop()
-    threads.shutdown(wait=True, cancel_futures=True)
+    end_threads(threads)
     for slot in slots:
         slot.close()

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ratchet.errors import MissingDependency
-from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Reason, Result, SandboxError, Session, Strength
+from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Reason, Result, SandboxError, Session, Strength, end_threads
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.workspace import Workspace
 
@@ -189,5 +189,5 @@ def _token(config: RemoteSandboxConfig) -> str:
 
 def _end(closing: threading.Event, threads: ThreadPoolExecutor, client: Any) -> None:
     closing.set()
-    threads.shutdown(wait=True, cancel_futures=True)
+    end_threads(threads)
     client.close()

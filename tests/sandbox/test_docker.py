@@ -298,3 +298,9 @@ def test_the_code_reward_runs_there_and_a_broken_engine_is_a_failure_not_a_zero(
     assert isinstance(judge("print(int(input()) * 2)", task), Failed)
     reward.sandbox.close()
     assert not engine.containers
+
+
+def test_it_may_be_collected_in_one_of_its_own_threads(sandbox):
+    sandbox._threads.submit(sandbox.close).result(60)
+    with pytest.raises(SandboxError, match="closed"):
+        run(sandbox, "pass")

@@ -202,6 +202,13 @@ def test_a_sandbox_that_is_forgotten_closes_itself() -> None:
     assert descendants(os.getpid()) == before
 
 
+def test_it_may_be_collected_in_one_of_its_own_threads() -> None:
+    before = descendants(os.getpid())
+    sandbox = LocalSandbox(slots=1)
+    sandbox._threads.submit(sandbox.close).result(60)
+    assert descendants(os.getpid()) == before
+
+
 @pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
 def test_when_the_trainer_is_killed_everything_it_started_ends(level: Isolation) -> None:
     """Even while a process that it forked holds copies of all its descriptors, and programs have forked daemons."""

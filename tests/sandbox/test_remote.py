@@ -153,3 +153,9 @@ def test_nothing_of_the_environment_is_sent(service, sandbox, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     assert run(sandbox, "print(1)").ok
     assert os.environ["HTTP_PROXY"] not in str(service.asked)
+
+
+def test_it_may_be_collected_in_one_of_its_own_threads(sandbox):
+    sandbox._threads.submit(sandbox.close).result(60)
+    with pytest.raises(SandboxError, match="closed"):
+        run(sandbox, "pass")
