@@ -137,6 +137,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "regex": "ratchet.rewards.config:RegexConfig",
         "similarity": "ratchet.rewards.config:SimilarityConfig",
         "length": "ratchet.rewards.config:LengthConfig",
+        "malformed_tool_calls": "ratchet.rewards.config:MalformedToolCallsConfig",
         "ifeval": "ratchet.rewards.config:IFEvalConfig",
         "code": "ratchet.rewards.config:CodeConfig",
         "judge": "ratchet.rewards.config:JudgeConfig",

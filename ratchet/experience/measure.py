@@ -23,6 +23,7 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     if sampled:
         numbers["generated_tokens"] = float(sum(t.completion_length for t in sampled))
     if attempts:
+        numbers |= _measure_play(groups)
         numbers |= _measure_attempts(attempts) | _measure_rewards([t for t in attempts if t.reward is not None])
         scored = [[t.reward for t in group.trajectories if t.use == "train" and t.reward is not None] for group in groups]
         if any(scored):
@@ -49,6 +50,13 @@ def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
         "failed_share": sum(kinds.values()) / len(attempts),
         **{f"failed/{kind}": float(count) for kind, count in kinds.items()},
     }
+
+
+def _measure_play(groups: Sequence[Group]) -> dict[str, float]:
+    """What attempts measured of themselves, which each of their rows carries, over those that did."""
+    played = [rows[-1].metrics for group in groups for rows in group.attempts if rows[-1].use == "train"]
+    names = dict.fromkeys(name for metrics in played for name in metrics)
+    return {f"attempt/{name}": fmean(metrics[name] for metrics in played if name in metrics) for name in names}
 
 
 def _measure_rewards(scored: Sequence[Trajectory]) -> dict[str, float]:

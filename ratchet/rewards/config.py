@@ -139,6 +139,12 @@ class LengthConfig(Section):
         return self
 
 
+class MalformedToolCallsConfig(Section):
+    """Minus the number of tool calls in the attempt that could not be read; `weight` is what each of them costs."""
+
+    builds: ClassVar[str] = "ratchet.rewards.malformed_calls:MalformedToolCalls"
+
+
 class IFEvalConfig(Section):
     """Verifiable instructions of the task are followed (IFEval, arXiv:2311.07911)."""
 

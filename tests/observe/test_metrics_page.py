@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ def of_run(kind: str) -> set[str]:
 
 
 def of_groups() -> dict[str, float]:
+    measured = {"malformed_tool_calls": 1.0, "pushes": 2.0}  # the environment's steps measured the latter
     rows = [
-        make_trajectory([1], [2], outcome=Scored(1.0, {"math": 1.0})),
+        replace(make_trajectory([1], [2], outcome=Scored(1.0, {"math": 1.0})), metrics=measured),
         make_trajectory([1], [2], outcome=Failed("reward"), attempt=1),
         make_trajectory([1], [2], reward=1.0, attempt=2, use="baseline"),
     ]
@@ -83,7 +85,7 @@ def listed() -> list[str]:
 
 
 def means(pattern: str, name: str) -> bool:
-    loose = {"<part>": ".+", "<kind>": "[a-z_]+", "<role>": "(policy|critic)", "<term>": "[a-z_]+"}
+    loose = {"<part>": ".+", "<measured>": "[a-z_]+", "<kind>": "[a-z_]+", "<role>": "(policy|critic)", "<term>": "[a-z_]+"}
     return re.fullmatch(re.sub(r"<\w+>", lambda found: loose[found[0]], pattern), name) is not None
 
 

@@ -1,0 +1,27 @@
+"""Tool calls that could not be read cost something."""
+
+from __future__ import annotations
+
+from ratchet.errors import DataError
+from ratchet.rewards.base import PerTrajectory
+from ratchet.rewards.config import MalformedToolCallsConfig
+from ratchet.types import Task, Trajectory
+
+COUNT = "malformed_tool_calls"  # the metric of an attempt to which tools were offered
+
+
+class MalformedToolCalls(PerTrajectory):
+    """Minus their number, over all turns of the attempt. One that was cut off is judged as it stands."""
+
+    name = COUNT
+
+    def __init__(self, config: MalformedToolCallsConfig) -> None:
+        self.config = config
+
+    def judge(self, trajectory: Trajectory, task: Task) -> float:
+        """0 where no tools were offered. Raises DataError for text that nobody played, whose calls nobody counted."""
+        if not trajectory.metrics:
+            raise DataError(
+                "this is text, not an attempt that was played: nobody counted its tool calls; leave this reward out"
+            )
+        return -float(trajectory.metrics.get(COUNT, 0.0))
