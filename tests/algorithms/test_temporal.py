@@ -143,6 +143,8 @@ def test_a_forked_attempt_is_one_episode_whatever_its_rows():
     )
     assert split.need("advantages")[split.trainable_T].tolist() == batch.need("advantages")[batch.trainable_T].tolist()
     assert split.need("advantages").tolist() == [0, 2, 2, 0, 2]  # 1 + 2 / 2, then 2
+    thrice = [agent((1, paid, ""), reward=3.0) for paid in (1.0, None, None)]
+    assert turn_returns(filled(thrice), AlgoState(), gamma=0.5).need("advantages").tolist() == [0, 1 + 2 / 4, 0, 2 / 2, 0, 2]
 
 
 def test_rewards_of_tokens_that_do_not_train_are_no_step_rewards():
