@@ -8,20 +8,20 @@ import asyncio
 import copy
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from rewards.fake_http import Answer, chat, serve
+from config.knobs_used import graded, use_all
+from sandbox.test_attacks import need
 
 import ratchet.learners.local
 import ratchet.models.decoder
-from ratchet.build import build_arena, build_policy, build_reward, build_run, freeze
+from ratchet.build import build_arena, build_policy, build_run, freeze
 from ratchet.config.base import Section
 from ratchet.config.keys import leaf_keys, section_of, slot_of
-from ratchet.config.kinds import construct, resolve, section_class
+from ratchet.config.kinds import section_class
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig, SamplingConfig
 from ratchet.errors import TrainingError
@@ -29,30 +29,15 @@ from ratchet.generators.engine.scheduler import Scheduler
 from ratchet.learners.local import LocalLearner
 from ratchet.loop import train
 from ratchet.models.decoder import Decoder
-from ratchet.models.heads import ScalarHead, save_head
-from ratchet.testing.builders import make_trajectory
+from ratchet.sandbox import Isolation
 from ratchet.tools.train import start_run
-from ratchet.types import Message, Owner, Sampling, Task
+from ratchet.types import Owner, Sampling
 
 # --- every key is read
 
 EXEMPT: dict[str, str] = {}  # key -> why nothing in this process reads it
 
 TINY = {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1, "max_positions": 2048}}
-
-# Rewards, each with an answer and keys that make it read all the others.
-REWARDS = {
-    "math": ("A", {}),
-    "boxed": (r"\boxed{A}", {}),
-    "multiple_choice": ("A", {}),
-    "format": ("A", {}),
-    "regex": ("A", {"pattern": "A"}),
-    "similarity": ("A", {}),
-    "length": ("too long", {"unit": "characters", "at_most": 1}),
-    "ifeval": ("A", {}),
-    "code": ("print(1)", {}),
-    "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
-}
 
 # Two runs; the second starts from the model of the first, and is run by transformers.
 FIRST = {
@@ -123,6 +108,7 @@ def questions(path):
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory):
+    need(Isolation.NAMESPACES)
     folder = tmp_path_factory.mktemp("knobs")
     questions(folder / "questions.jsonl")
     with pytest.MonkeyPatch.context() as patch:
@@ -133,23 +119,21 @@ def reads(tmp_path_factory):
             assert start_run(folder / f"{name}.yaml", [], None, command="test") == 0
         for kind in ("{kind: bytes}", "{kind: byte_bpe, texts: [questions.jsonl]}"):
             build_policy(freeze(load_config(folder / "first.yaml", [f"tokenizer={kind}"])))
-        (folder / "pairs.jsonl").write_text('{"prompt": "2+2?", "chosen": "4", "rejected": "5"}\n')
-        construct(resolve("environment", {"kind": "preferences", "train": "pairs.jsonl"})).rows("train")
-        construct(resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}]}))
         build_arena(load_config(folder / "first.yaml", ["agent={kind: command, command: [play]}"]).stages[1])
         steps_before_giving_up(1)
-        graded("numeric_answer"), graded("countdown")  # random weights give no answer that ends
-        for kind, (text, keys) in REWARDS.items():
-            judged(kind, text, "B", **keys)
-        judged_elsewhere(folder / "runs" / "first" / "model")
+        use_all(folder / "runs" / "first" / "model", "questions.jsonl", patch)
     return found.seen
 
 
 def elsewhere(key: str) -> bool:
-    """An algorithm's keys have a test of their own; a mixture's parts are environments, with two keys more."""
+    """An algorithm's keys have a test of their own; what other environments are made of are environments, and the parts of a
+    mixture have two keys more."""
+    if ".problems[" in key or ".of[" in key:
+        return True
     return "algorithm[" in key or (".parts[" in key and not key.endswith((".parts[sorting].weight", ".parts[sorting].tag")))
 
 
+@pytest.mark.needs("bm25s", "gem", "gymnasium", "httpx", "langdetect", "mcp", "nsenter", "unshare", "verifiers")
 @pytest.mark.parametrize("key", [key for key in leaf_keys(RunConfig) if not elsewhere(key)])
 def test_every_declared_key_is_read(reads, key):
     if place_of(key) not in reads:
@@ -261,32 +245,6 @@ def steps_before_giving_up(limit: int) -> int:
     done = outcome(recipe, poison=True)
     assert done.error is not None
     return done.steps
-
-
-def graded(kind: str, **keys) -> float:
-    """The reward of an answer that is almost what was asked for."""
-    return judged(kind, "3+4", "4", **keys).reward
-
-
-def judged(kind: str, text: str, answer: str, **keys):
-    reward = build_reward((resolve("rewards", {"kind": kind, **keys}),))
-    trajectory = replace(make_trajectory([1], [2]), messages=(Message("user", "?"), Message("assistant", text)))
-    meta = {"numbers": [3, 4], "target": 8, "use_all": True, "instruction_id_list": ["startend:quotation"]}
-    meta |= {"tests": [{"stdin": "", "stdout": "1"}]}
-    task = Task("t", answer=answer, messages=trajectory.messages[:1], meta=meta)
-    return asyncio.run(reward.score([trajectory], task))[0]
-
-
-def judged_elsewhere(model) -> None:
-    """By what is asked over HTTP, which fails at first, and by a model with a scalar head."""
-    replies = {"judge": chat("Score: 2"), "pairwise_judge": chat("Better: A"), "remote": {"results": [{"reward": 1.0}]}}
-    for kind, reply in replies.items():
-        with serve(lambda body, number, reply=reply: reply if number else Answer("busy", 503)) as fake:
-            keys = {} if kind == "remote" else {"model": "m"}
-            keys |= {"against": "answer"} if kind == "pairwise_judge" else {}
-            judged(kind, "A", "B", url=fake.url, backoff_s=1e-3, **keys)
-    save_head(ScalarHead(32), model)
-    judged("reward_model", "1", "1", path=str(model))
 
 
 def compared(done: SimpleNamespace, what: str):

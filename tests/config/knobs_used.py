@@ -1,0 +1,189 @@
+"""Uses of what a recipe can name, so that test_knobs.py sees which of its keys are read: rewards, environments, sandboxes.
+
+Files are written into the working directory, and named as a recipe names them.
+"""
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rewards.fake_http import Answer, chat, serve
+from sandbox.fake_docker import FakeDocker
+from sandbox.fake_remote import FakeRemote
+
+from ratchet.build import build_reward
+from ratchet.config.kinds import KINDS, construct, resolve, section_class
+from ratchet.environments.games_config import GameConfig
+from ratchet.errors import DataError
+from ratchet.models.heads import ScalarHead, save_head
+from ratchet.testing.builders import make_trajectory
+from ratchet.types import Message, Scored, Task, ToolCall
+
+ENVIRONMENTS = Path(__file__).parents[1] / "environments"
+
+# Rewards, each with an answer and keys that make it read all the others.
+REWARDS = {
+    "math": ("A", {}),
+    "boxed": (r"\boxed{A}", {}),
+    "multiple_choice": ("A", {}),
+    "format": ("A", {}),
+    "regex": ("A", {"pattern": "A"}),
+    "similarity": ("A", {}),
+    "length": ("too long", {"unit": "characters", "at_most": 1}),
+    "malformed_tool_calls": ("A", {}),
+    "ifeval": ("A", {}),
+    "code": ("print(1)", {"sandbox": {"kind": "local"}}),
+    "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
+}
+
+
+def lines(name: str, *rows: dict) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return name
+
+
+def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
+    """model: directory of one, which gets a scalar head. questions: JSON Lines."""
+    judged_here()
+    judged_elsewhere(model)
+    judged_in_other_sandboxes()
+    environments_of_rows()
+    games()
+    with_tools(questions)
+    environments_of_others(patch)
+    in_terminals()
+
+
+# --- rewards
+
+
+def graded(kind: str, **keys):
+    """The reward of an answer that is almost what was asked for."""
+    return judged(kind, "3+4", "4", **keys).reward
+
+
+def judged(kind: str, text: str, answer: str, **keys):
+    reward = build_reward((resolve("rewards", {"kind": kind, **keys}),))
+    assert reward is not None
+    messages = (Message("user", "?"), Message("assistant", text))
+    trajectory = replace(make_trajectory([1], [2]), messages=messages, metrics={"malformed_tool_calls": 1.0})
+    meta = {"numbers": [3, 4], "target": 8, "use_all": True, "instruction_id_list": ["startend:quotation"]}
+    meta |= {"tests": [{"stdin": "", "stdout": "1"}]}
+    task = Task("t", answer=answer, messages=messages[:1], meta=meta)
+    return asyncio.run(reward.score([trajectory], task))[0]
+
+
+def judged_here() -> None:
+    for kind in ("numeric_answer", "countdown"):  # random weights give no answer that ends
+        graded(kind)
+    for kind, (text, keys) in REWARDS.items():
+        judged(kind, text, "B", **keys)
+
+
+def judged_elsewhere(model: Path) -> None:
+    """By what is asked over HTTP, which fails at first, and by a model with a scalar head."""
+    replies = {"judge": chat("Score: 2"), "pairwise_judge": chat("Better: A"), "remote": {"results": [{"reward": 1.0}]}}
+    for kind, reply in replies.items():
+        with serve(lambda body, number, reply=reply: reply if number else Answer("busy", 503)) as fake:
+            keys = {} if kind == "remote" else {"model": "m"}
+            keys |= {"against": "answer"} if kind == "pairwise_judge" else {}
+            judged(kind, "A", "B", url=fake.url, backoff_s=1e-3, **keys)
+    save_head(ScalarHead(32), model)
+    judged("reward_model", "1", "1", path=str(model))
+
+
+def judged_in_other_sandboxes() -> None:
+    """Programs, in an image that has to be fetched first, and by a service that fails at first."""
+    engine, service = FakeDocker(), FakeRemote()
+    docker = {"kind": "docker", "address": engine.address, "python": sys.executable, "image": "other:1", "pull": True}
+    remote = {"kind": "remote", "address": service.address, "offers": "namespaces", "retry_wait_s": 1e-3}
+    service.faults = ["500"]
+    try:
+        for sandbox in (docker, remote):
+            assert isinstance(judged("code", "print(1)", "B", sandbox=sandbox), Scored)
+    finally:
+        engine.close()
+        service.close()
+
+
+# --- environments
+
+
+def played(*said: Message | str, **keys):
+    """An attempt at its first task; gives the environment."""
+    environment = construct(resolve("environment", keys))
+
+    async def attempt() -> None:
+        await environment.reset(next(environment.tasks("train", seed=0)))
+        for message in said:
+            step = await environment.step(message if isinstance(message, Message) else Message("assistant", message))
+            if step.done:
+                break
+        await environment.close()
+
+    asyncio.run(attempt())
+    return environment
+
+
+def games() -> None:
+    for kind in KINDS["environment"]:
+        if issubclass(section_class("environment", kind), GameConfig):
+            environment = played("up", kind=kind)
+            environment.demonstration(next(environment.tasks("train", seed=0)))
+
+
+def environments_of_rows() -> None:
+    pairs = lines("pairs.jsonl", {"prompt": "2+2?", "chosen": "4", "rejected": "5"})
+    construct(resolve("environment", {"kind": "preferences", "train": pairs})).rows("train")
+    construct(resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}]}))
+    construct(resolve("environment", {"kind": "workers", "of": {"kind": "sorting"}}))
+    next(construct(resolve("environment", {"kind": "programs"})).tasks("train", seed=0))
+    empty = lines("programs.jsonl", {"prompt": "1", "tests": []})
+    programs = construct(resolve("environment", {"kind": "programs", "train": empty, "test": empty}))
+    with pytest.raises(DataError, match="is also in"):
+        programs.rows("train")
+
+
+def with_tools(questions: str) -> None:
+    """Calls of every tool, and a program that is repaired."""
+    search = {"kind": "search", "corpus": lines("corpus.jsonl", {"text": "one"})}
+    server = {"kind": "mcp", "command": [sys.executable, str(ENVIRONMENTS / "mcp_server.py")]}
+    tools = [{"kind": "calculator"}, {"kind": "python"}, search, server]
+    call = Message("assistant", tool_calls=(ToolCall("call_0", "calculator", {"expression": "1"}),))
+    held_out = lines("held_out.jsonl", {"question": "?", "answer": "!"})
+    played(call, "1", kind="tool_use", tools=tools, problems={"kind": "arithmetic"})
+    played(call, "1", kind="qa", tools=tools[:1], train=questions)
+    played(call, "1", kind="qa", tools=tools[:1], train=questions, test=held_out)
+    rows = [{"prompt": f"Print {n}.", "tests": [{"stdin": "", "stdout": f"{n}"}]} for n in range(9)]
+    printed = {"kind": "programs", "train": lines("printed.jsonl", *rows)}
+    for problems, program in (({"kind": "programs"}, "1/0"), (printed, "print(-1)")):
+        played(*[program] * 3, kind="code_repair", problems=problems)
+
+
+def environments_of_others(patch: pytest.MonkeyPatch) -> None:
+    """Of other packages, by their own examples."""
+    patch.syspath_prepend(ENVIRONMENTS)
+    played("left", kind="gymnasium", id="FrozenLake-v1", actions=["left", "down", "right", "up"])
+    played("1", kind="gem", path="doubling:Doubling")
+    played("1", kind="gem", id="game:GuessTheNumber-v0-easy")
+    played("x", "y", kind="verifiers", taskset="words_taskset", options={"turns": True})
+    played("1", kind="message_log", interface="experience.copying_env:Copying", data="experience.copying_env:samples")
+
+
+def in_terminals() -> None:
+    """Commands here, in a container and by a service."""
+    row = {"goal": "Write 7 into sum.txt.", "check": "cat sum.txt", "expected": "7"}
+    rows = {"train": lines("goals.jsonl", row), "test": lines("other_goals.jsonl", {**row, "goal": "Again."})}
+    engine, service = FakeDocker(), FakeRemote()
+    docker = {"kind": "docker", "address": engine.address}
+    remote = {"kind": "remote", "address": service.address, "offers": "namespaces"}
+    try:
+        for sandbox in ({"kind": "local"}, docker, remote):
+            block = "```sh\necho 7 > sum.txt\n```"
+            played(block, "Done.", kind="terminal", sandbox=sandbox, **rows).sandbox.close()
+    finally:
+        engine.close()
+        service.close()
