@@ -19,6 +19,11 @@ def offer(environment: Mapping[str, str]) -> None:
     _offered = environment
 
 
+def offered() -> Mapping[str, str]:
+    """For a process that this one starts, and that resolves the same recipe."""
+    return dict(_offered)
+
+
 def credential(variable: str) -> str:
     """Raises ConfigError where the variable is not there, or empty."""
     value = _offered.get(variable, "")

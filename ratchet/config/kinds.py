@@ -55,6 +55,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "qa": "ratchet.environments.tool_config:QAConfig",
     "code_repair": "ratchet.environments.code_config:CodeRepairConfig",
 }
+PARTS: Mapping[str, str] = {**ENVIRONMENTS, "workers": "ratchet.environments.workers_config:WorkersConfig"}
 KINDS: Mapping[str, Mapping[str, str]] = {
     "algorithm": {
         "sft": "ratchet.algorithms.config.supervised:SFTConfig",
@@ -112,8 +113,9 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "normalise": "ratchet.algorithms.config.shaping:NormaliseRewards",
         "component_weights": "ratchet.algorithms.config.shaping:ComponentWeights",
     },
-    "environment": {**ENVIRONMENTS, "mixture": "ratchet.environments.mixture_config:MixtureConfig"},
-    "part": ENVIRONMENTS,  # what a mixture is made of
+    "environment": {**PARTS, "mixture": "ratchet.environments.mixture_config:MixtureConfig"},
+    "part": PARTS,  # what a mixture is made of
+    "played": ENVIRONMENTS,  # what worker processes play
     "problems": PROBLEMS,  # one prompt and one answer: what others wrap
     "tool": {
         "calculator": "ratchet.environments.tools.config:CalculatorConfig",

@@ -13,6 +13,7 @@ from ratchet.environments.games_config import GameConfig
 from ratchet.environments.mixture_config import MixtureConfig
 from ratchet.environments.terminal_config import TerminalConfig
 from ratchet.environments.tool_config import WithToolsConfig
+from ratchet.environments.workers_config import WorkersConfig
 from ratchet.experience.config import MessageLogConfig
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.load import init_policy
@@ -39,6 +40,7 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
     built = getattr(importlib.import_module(module), name)
     needed = {"train": "t.jsonl", "pattern": "x", "domains": {"*": [{"kind": "exact_match"}]}}
     needed |= {"problems": {"kind": "programs"}, "tools": [{"kind": "calculator"}], "parts": [{"kind": "sorting"}]}
+    needed |= {"of": {"kind": "sorting"}}
     needed |= {"url": "http://localhost:1/v1", "model": "m", "taskset": "words_taskset"}
     needed |= {"interface": "experience.copying_env:Copying", "data": "experience.copying_env:samples"}
     needed |= {"path": "collections:OrderedDict"} if issubclass(section, GemConfig) else {"id": "FrozenLake-v1"}
@@ -51,7 +53,7 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
 @pytest.mark.parametrize("section", ENVIRONMENTS)
 def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_judged(section):
     judged = (PreferencesConfig, GameConfig, SeededConfig, VerifiersConfig, MessageLogConfig, TerminalConfig, CodeRepairConfig)
-    judged += (MixtureConfig, WithToolsConfig)  # as what they are made of says
+    judged += (MixtureConfig, WithToolsConfig, WorkersConfig)  # as what they are made of says
     assert section.default_reward in KINDS["rewards"] or issubclass(section, judged)
 
 
