@@ -21,7 +21,7 @@ from ratchet.algorithms.properties import PROPERTIES, applies
 from ratchet.batch import Batch
 from ratchet.errors import RatchetError
 from ratchet.learners.local import weighing_rows
-from ratchet.testing.rewards import require
+from ratchet.testing.harness import require
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.updates import Found, Update, differentiated, gathered, measured, same, tokens_of, values_of
 

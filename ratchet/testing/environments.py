@@ -4,35 +4,94 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from typing import Any
 
+from ratchet.config.kinds import construct
+from ratchet.config.section import section_from_words
 from ratchet.errors import DataError
 from ratchet.interfaces import Environment, Reward, Step
-from ratchet.testing.rewards import conversation, require
+from ratchet.testing import faulty
+from ratchet.testing.faulty import Said
+from ratchet.testing.harness import BrokenRule, Calls, require, supervised
+from ratchet.testing.rewards import conversation
 from ratchet.types import Message, Split, Task
 
 SEEDS = (0, 1)
 PLAYED = 5  # tasks of each split on which episodes are played
 
 
+FAULTED = 2  # of these, tasks whose episodes are played under faults
+DEADLINE_S = 30.0
+
+
 def check_environment(
-    environment: Environment, *, reward: Reward | None = None, full_reward: float = 1.0, n: int = 200, max_turns: int = 100
+    environment: Environment | str,
+    *,
+    reward: Reward | None = None,
+    full_reward: float = 1.0,
+    n: int = 200,
+    max_turns: int = 100,
+    deadline_s: float = DEADLINE_S,
 ) -> None:
     """Raises AssertionError with the broken rule. Looks at the first `n` tasks of each split, and plays a few of them.
 
-    With `reward`, a demonstration must earn `full_reward`. An environment must end an episode by itself within
-    `max_turns` empty answers, or at the end of its demonstration.
+    `environment` may be the path of one, `my_pkg.my_mod:Maze`. With `reward`, a demonstration must earn `full_reward`. An
+    environment must end an episode by itself within `max_turns` empty answers, or at the end of its demonstration; each call
+    must give way within `deadline_s`.
     """
-    require(isinstance(environment, Environment), f"{type(environment).__name__} lacks methods of the Environment protocol")
-    require(isinstance(environment.replayable, bool), "`replayable` must be a bool")
-    train, test = (_check_order(environment, split, n) for split in ("train", "test"))
-    _check_seeds(environment, train, test)
-    _check_splits(train, test)
-    for task in train[:PLAYED] + test[:PLAYED]:
-        asyncio.run(_check_episode(environment, task, max_turns))
-        asyncio.run(_check_demonstration(environment, task, reward, full_reward))
-    asyncio.run(_check_close(environment))
+    made: Environment = (
+        construct(section_from_words("environment", environment)) if isinstance(environment, str) else environment
+    )
+    for check in environment_points(made, reward=reward, full_reward=full_reward, n=n, max_turns=max_turns).values():
+        supervised(check, deadline_s)
+
+
+def environment_points(
+    environment: Environment, *, reward: Reward | None = None, full_reward: float = 1.0, n: int = 200, max_turns: int = 100
+) -> Mapping[str, Callable[[Calls], None]]:
+    """The checks by name, in order: each raises AssertionError, and stands on those before it."""
+    tasks: list[Task] = []
+    script: list[Said] = []
+
+    def serves(calls: Calls) -> None:
+        require(isinstance(environment, Environment), f"{type(environment).__name__} lacks methods of the Environment protocol")
+        require(isinstance(environment.replayable, bool), "`replayable` must be a bool")
+        with calls.of("tasks"):
+            train, test = (_check_order(environment, split, n) for split in ("train", "test"))
+            _check_seeds(environment, train, test)
+            _check_splits(train, test)
+        tasks.extend(train[:PLAYED] + test[:PLAYED])
+
+    def travels(calls: Calls) -> None:
+        for task in tasks:
+            _check_travels(task)
+
+    def episodes(calls: Calls) -> None:
+        for task in tasks:
+            asyncio.run(_check_episode(calls, environment, task, max_turns))
+
+    def demonstrations(calls: Calls) -> None:
+        for task in tasks:
+            asyncio.run(_check_demonstration(calls, environment, task, reward, full_reward))
+        script.extend(Said.of(environment, task, max_turns) for task in tasks[:FAULTED])
+
+    def under(check: Any) -> Callable[[Calls], None]:
+        return lambda calls: check(calls, environment, script)
+
+    return {
+        "tasks": serves,
+        "serialisable tasks": travels,
+        "episodes and shapes": episodes,
+        "demonstrations": demonstrations,
+        "seeded reset": under(faulty.check_replay),
+        "faults are no rewards": under(faulty.check_faults),
+        "deadlines": under(faulty.check_cancelling),
+        "close releases": under(faulty.check_release),
+    }
 
 
 def _take(environment: Environment, split: Split, n: int, *, seed: int = SEEDS[0], start: int = 0) -> list[Task]:
@@ -67,19 +126,31 @@ def _check_splits(train: list[Task], test: list[Task]) -> None:
     require(leaked is None, f"the prompt of '{leaked and leaked.id}' is also in the training split")
 
 
-async def _check_episode(environment: Environment, task: Task, max_turns: int) -> None:
-    first = tuple(await environment.reset(task))
+def _check_travels(task: Task) -> None:
+    """Tasks go to other processes, and into records."""
+    try:
+        again = pickle.loads(pickle.dumps(task))
+    except Exception as error:
+        raise BrokenRule(f"task '{task.id}' can't be serialised ({error}): keep plain data in its answer and meta") from error
+    require(again == task, f"task '{task.id}' is another once it was serialised: keep plain data in its answer and meta")
+
+
+async def _check_episode(calls: Calls, environment: Environment, task: Task, max_turns: int) -> None:
+    reset = partial(calls, f"reset('{task.id}')", lambda: environment.reset(task))
+    first = tuple(await reset())
     require(bool(first), f"reset('{task.id}') gives no message to answer")
     _check_messages(first, f"reset('{task.id}')")
     if environment.replayable:
-        require(tuple(await environment.reset(task)) == first, f"reset('{task.id}') twice gives different messages")
+        require(tuple(await reset()) == first, f"reset('{task.id}') twice gives different messages")
     for _ in range(max_turns):
-        if (await _step(environment, task, Message("assistant", ""))).done:
+        if (await _step(calls, environment, task, Message("assistant", ""))).done:
             return
     require(False, f"'{task.id}' did not end within {max_turns} empty answers")
 
 
-async def _check_demonstration(environment: Environment, task: Task, reward: Reward | None, full_reward: float) -> None:
+async def _check_demonstration(
+    calls: Calls, environment: Environment, task: Task, reward: Reward | None, full_reward: float
+) -> None:
     try:
         demonstration = environment.demonstration(task)
     except DataError:
@@ -87,11 +158,11 @@ async def _check_demonstration(environment: Environment, task: Task, reward: Rew
     _check_messages(demonstration, f"demonstration('{task.id}')")
     answers = [message for message in demonstration if message.role == "assistant"]
     require(bool(answers), f"demonstration('{task.id}') has no assistant message")
-    messages = list(await environment.reset(task))
+    messages = list(await calls(f"reset('{task.id}')", lambda: environment.reset(task)))
     done = False
     for answer in answers:
         require(not done, f"demonstration('{task.id}') goes on after the episode's end")
-        step = await _step(environment, task, answer)
+        step = await _step(calls, environment, task, answer)
         done = step.done
         messages += [answer] if done else [answer, *step.messages]
     require(done, f"the episode of '{task.id}' does not end with its demonstration")
@@ -101,20 +172,21 @@ async def _check_demonstration(environment: Environment, task: Task, reward: Rew
         require(earned == full_reward, f"demonstration('{task.id}') earns {outcome}, not {full_reward}")
 
 
-async def _step(environment: Environment, task: Task, message: Message) -> Step:
-    step = await environment.step(message)
-    require(isinstance(step, Step), f"step in '{task.id}' gives {type(step).__name__}, not Step")
-    require(isinstance(step.done, bool), f"step in '{task.id}': `done` must be a bool")
-    require(step.reward is None or math.isfinite(step.reward), f"step in '{task.id}': reward {step.reward} is not finite")
-    require(step.done or bool(step.messages), f"step in '{task.id}' neither ends the episode nor says anything")
-    _check_messages(step.messages, f"step in '{task.id}'")
-    require(all(m.role != "assistant" for m in step.messages), f"step in '{task.id}' speaks for the assistant")
+async def _step(calls: Calls, environment: Environment, task: Task, message: Message) -> Step:
+    where = f"step in '{task.id}'"
+    step = await calls(where, lambda: environment.step(message))
+    require(isinstance(step, Step), f"{where} gives {type(step).__name__}, not Step")
+    require(isinstance(step.done, bool), f"{where}: `done` must be a bool")
+    require(step.reward is None or math.isfinite(step.reward), f"{where}: reward {step.reward} is not finite")
+    measured = (step.metrics or {}).values()
+    require(
+        all(isinstance(x, int | float) and math.isfinite(x) for x in measured),
+        f"{where}: metrics {step.metrics} are not finite",
+    )
+    require(step.done or bool(step.messages), f"{where} neither ends the episode nor says anything")
+    _check_messages(step.messages, where)
+    require(all(m.role != "assistant" for m in step.messages), f"{where} speaks for the assistant")
     return step
-
-
-async def _check_close(environment: Environment) -> None:
-    await environment.close()
-    await environment.close()  # an attempt that fails while closing is closed again
 
 
 def _check_messages(messages: Sequence[Message], where: str) -> None:

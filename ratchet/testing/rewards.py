@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ratchet.config.kinds import construct
+from ratchet.config.section import section_from_words
 from ratchet.interfaces import Reward
-from ratchet.types import Message, Outcome, Scored, Task, Trajectory, Truncated
+from ratchet.rewards.base import as_reward
+from ratchet.testing.harness import BrokenRule, Calls, broken_services, children, kill, require, supervised
+from ratchet.types import Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
 
-
-def require(rule: bool, broken: str) -> None:
-    """An assertion that `python -O` keeps."""
-    if not rule:
-        raise AssertionError(broken)
+DEADLINE_S = 30.0
+RECOVERS = 3  # calls in which what had died must be there again
+SAMPLE = Task("check/0", (Message("user", "37+48="),), answer="85")
+TEXTS = ("85", "86")
 
 
 def conversation(messages: Sequence[Message], outcome: Outcome | None = None) -> Trajectory:
@@ -27,33 +31,125 @@ def answered(task: Task, text: str, outcome: Outcome | None = None) -> Trajector
     return conversation((*task.messages, Message("assistant", text)), outcome)
 
 
-def check_reward(reward: Reward, task: Task, good: str, bad: str) -> None:
-    """Raises AssertionError with the broken rule. `good` must earn more than `bad` as an answer to `task`."""
-    require(isinstance(reward, Reward), f"{type(reward).__name__} lacks the method `score` of the Reward protocol")
-    asyncio.run(_check(reward, task, good, bad))
+def check_reward(
+    reward: Reward | str,
+    task: Task | None = None,
+    good: str | None = None,
+    bad: str | None = None,
+    *,
+    deadline_s: float = DEADLINE_S,
+) -> None:
+    """Raises AssertionError with the broken rule. `good` must earn more than `bad` as an answer to `task`.
+
+    `reward` may be the path of one, `my_pkg.my_mod:thing`. Without answers of yours it is held to the rest with made-up ones,
+    and without a task of yours to the question "37+48=". Each call must give way within `deadline_s`.
+    """
+    made: Any = as_reward(construct(section_from_words("rewards", reward))) if isinstance(reward, str) else reward
+    for check in reward_points(made, task or SAMPLE, good, bad).values():
+        supervised(check, deadline_s)
 
 
-async def _check(reward: Reward, task: Task, good: str, bad: str) -> None:
-    one, two = answered(task, good), answered(task, bad)
-    high, low, twin = await _rewards(reward, task, [one, two, one])
-    require(high > low, f"the good answer earns {high}, the bad one {low}")
-    require(twin == high, f"the same answer earns {high} and {twin} in one group")
-    require(await _rewards(reward, task, [one, two, one]) == [high, low, twin], "judging the same group again differs")
-    require(await _rewards(reward, task, [two, one, one]) == [low, high, high], "outcomes are not in the trajectories' order")
-    require(list(await reward.score([], task)) == [], "an empty group must give no outcomes")
-    (cut,) = await reward.score([answered(task, good, Truncated(None))], task)
-    require(isinstance(cut, Truncated), f"a truncated trajectory must stay Truncated, not become {type(cut).__name__}")
-    await _rewards(reward, task, [answered(task, "")])
+def reward_points(
+    reward: Reward, task: Task, good: str | None = None, bad: str | None = None
+) -> Mapping[str, Callable[[Calls], None]]:
+    """The checks by name, in order: each raises AssertionError, and stands on those before it."""
+    texts = (TEXTS[0] if good is None else good, TEXTS[1] if bad is None else bad)
+    judging = _Judging(reward, task, answered(task, texts[0]), answered(task, texts[1]), None not in (good, bad), children())
+
+    def run(check: Callable[[_Judging, Calls], Any]) -> Callable[[Calls], None]:
+        return lambda calls: asyncio.run(check(judging, calls))
+
+    def is_one(calls: Calls) -> None:
+        require(isinstance(reward, Reward), f"{type(reward).__name__} lacks the method `score` of the Reward protocol")
+
+    return {
+        "protocol": is_one,
+        "shapes and order": run(_Judging.shapes),
+        "same again": run(_Judging.again),
+        "cut-off answers": run(_Judging.cut),
+        "faults are no rewards": run(_Judging.faults),
+    }
 
 
-async def _rewards(reward: Reward, task: Task, trajectories: Sequence[Trajectory]) -> list[float]:
-    outcomes = await reward.score(trajectories, task)
-    require(len(outcomes) == len(trajectories), f"{len(outcomes)} outcomes for {len(trajectories)} trajectories")
-    rewards: list[float] = []
-    for outcome in outcomes:
-        if not isinstance(outcome, Scored):
-            raise AssertionError(f"a finished trajectory must be Scored, not {outcome}")
-        finite = math.isfinite(outcome.reward) and all(math.isfinite(part) for part in outcome.parts.values())
-        require(finite, f"{outcome} is not finite")
-        rewards.append(outcome.reward)
-    return rewards
+@dataclass(frozen=True)
+class _Judging:
+    """ranked: whether `one` must earn more than `two`. before: processes that are none of the reward's."""
+
+    reward: Reward
+    task: Task
+    one: Trajectory
+    two: Trajectory
+    ranked: bool
+    before: set[int]
+
+    async def shapes(self, calls: Calls) -> None:
+        high, low, twin = await self.rewards(calls, [self.one, self.two, self.one])
+        require(not self.ranked or high > low, f"the good answer earns {high}, the bad one {low}")
+        require(twin == high, f"the same answer earns {high} and {twin} in one group")
+        swapped = await self.rewards(calls, [self.two, self.one, self.one])
+        require(
+            swapped == [low, high, high], "outcomes are not in the trajectories' order, or judging the same group again differs"
+        )
+        require(list(await self.score(calls, [])) == [], "an empty group must give no outcomes")
+        await self.rewards(calls, [answered(self.task, "")])
+
+    async def again(self, calls: Calls) -> None:
+        first = await self.rewards(calls, [self.one, self.two, self.one])
+        second = await self.rewards(calls, [self.one, self.two, self.one])
+        require(first == second, "judging the same group again differs")
+
+    async def cut(self, calls: Calls) -> None:
+        (cut,) = await self.score(calls, [replace(self.one, outcome=Truncated(None))])
+        require(isinstance(cut, Truncated), f"a truncated trajectory must stay Truncated, not become {type(cut).__name__}")
+
+    async def faults(self, calls: Calls) -> None:
+        """Where services and processes are out of reach, or have died, an attempt is Failed, or earns what it does else."""
+        group = [self.one, self.two, self.one]
+        clean = await self.score(calls, group)
+        with broken_services():
+            self.unmoved(clean, await self.under(calls, group), "out of reach")
+        await self.recovers(calls, group, clean)
+        kill(children() - self.before)
+        self.unmoved(clean, await self.under(calls, group), "killed")
+        await self.recovers(calls, group, clean)
+
+    async def under(self, calls: Calls, group: Sequence[Trajectory]) -> Sequence[Outcome]:
+        try:
+            return await self.score(calls, group)
+        except BrokenRule:
+            raise
+        except Exception as error:  # it may: the attempts have failed, and have no reward
+            return [Failed("reward", str(error))] * len(group)
+
+    async def recovers(self, calls: Calls, group: Sequence[Trajectory], clean: Sequence[Outcome]) -> None:
+        found = clean
+        for _ in range(RECOVERS):
+            found = await self.under(calls, group)
+            if list(found) == list(clean):
+                return
+        require(False, f"{RECOVERS} calls after a fault has passed it still gives {found[0]}, not {clean[0]}")
+
+    def unmoved(self, clean: Sequence[Outcome], found: Sequence[Outcome], fault: str) -> None:
+        for right, outcome in zip(clean, found, strict=True):
+            require(
+                isinstance(outcome, Failed) or outcome == right,
+                f"with services and processes {fault} it gives {outcome}, else {right}: an infrastructure fault is no reward; "
+                "let it raise, or give Failed",
+            )
+
+    async def score(self, calls: Calls, trajectories: Sequence[Trajectory]) -> Sequence[Outcome]:
+        outcomes = await calls("score", lambda: self.reward.score(trajectories, self.task))
+        require(isinstance(outcomes, Sequence), f"score gave {outcomes!r:.80}, it must be a sequence of outcomes")
+        require(len(outcomes) == len(trajectories), f"{len(outcomes)} outcomes for {len(trajectories)} trajectories")
+        return outcomes
+
+    async def rewards(self, calls: Calls, trajectories: Sequence[Trajectory]) -> list[float]:
+        found: list[float] = []
+        for outcome in await self.score(calls, trajectories):
+            hint = "; give a task that it can judge, and answers" if isinstance(outcome, Failed) and self.task is SAMPLE else ""
+            if not isinstance(outcome, Scored):
+                raise BrokenRule(f"a finished trajectory must be Scored, not {outcome}{hint}")
+            finite = math.isfinite(outcome.reward) and all(math.isfinite(part) for part in outcome.parts.values())
+            require(finite, f"{outcome} is not finite")
+            found.append(outcome.reward)
+        return found

@@ -18,7 +18,7 @@ from ratchet.algorithms.passes import fill
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.interfaces import Learner, Outputs
-from ratchet.testing.rewards import require
+from ratchet.testing.harness import require
 from ratchet.testing.synthetic import VOCAB, TinyRole
 from ratchet.types import Group
 

@@ -1,8 +1,14 @@
 """The conformance check of environments must catch each way of breaking the contract."""
 
+import asyncio
+import contextlib
+import os
 import random
+import subprocess
+import time
 from dataclasses import replace
 from itertools import count, islice
+from typing import ClassVar
 
 import pytest
 
@@ -184,3 +190,136 @@ def test_good_environments_pass():
             raise DataError("nobody knows")
 
     check_environment(NoSolutions(), reward=exact, n=10)
+
+
+# --- faults that are put under an environment
+
+
+class Remembers(Good):
+    """Goes on from what it played before."""
+
+    turns = 0
+
+    async def step(self, message):
+        self.turns += 1
+        return Step(reward=float(self.turns), done=True)
+
+
+class Shares(Guessing):
+    """What belongs to an attempt lies in an object that all copies share."""
+
+    def __init__(self):
+        self.state = {}
+
+    async def reset(self, task):
+        self.state["answer"] = task.answer
+        return task.messages
+
+    async def step(self, message):
+        await asyncio.sleep(0)
+        right = message.text == self.state["answer"]
+        return Step(() if right or not message.text else (Message("user", "higher"),), done=right or not message.text)
+
+
+class Excuses(Good):
+    """Makes a reward of its service's failure."""
+
+    async def step(self, message):
+        try:
+            subprocess.run(["true"], check=True)
+        except OSError:
+            return Step(reward=0.0, done=True)
+        return Step(reward=1.0, done=True)
+
+
+class Mortal(Good):
+    """Its helper process dies, and it takes that for an answer."""
+
+    async def reset(self, task):
+        await self.close()
+        self.helper = subprocess.Popen(["sleep", "600"])
+        return task.messages
+
+    async def step(self, message):
+        await asyncio.sleep(0.05)
+        return Step(reward=float(self.helper.poll() is None), done=True)
+
+    async def close(self):
+        if helper := self.__dict__.pop("helper", None):
+            helper.kill()
+            helper.wait()
+
+
+class Raises(Mortal):
+    async def step(self, message):
+        step = await super().step(message)
+        if step.reward == 0:
+            raise RuntimeError("the helper died")
+        return step
+
+
+class Leaks(Good):
+    kept: ClassVar[list] = []
+
+    async def reset(self, task):
+        self.kept.append(open(os.devnull))  # noqa: SIM115
+        return task.messages
+
+
+class Hangs(Good):
+    async def step(self, message):
+        await asyncio.Event().wait()
+
+
+class Blocks(Good):
+    async def step(self, message):
+        time.sleep(1)
+        return Step(done=True)
+
+
+class Stubborn(Good):
+    async def step(self, message):
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1)
+
+
+class Unpicklable(Good):
+    def tasks(self, split, *, seed, start=0):
+        return (replace(t, meta={"check": check}) for t in super().tasks(split, seed=seed, start=start))
+
+
+check = lambda text: True  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("broken", "deadline_s", "error"),
+    [
+        (Remembers, 30, "played again, after others, differs: `reset` must reset all of it"),
+        (Shares, 30, "played beside others differs: copies share what is an attempt's"),
+        (
+            Excuses,
+            30,
+            r"out of reach, step 1 gives reward 0.0.*else 1.0 .*: an infrastructure fault is no reward; let it raise",
+        ),
+        (Mortal, 30, "killed, step 1 gives reward 0.0.*else 1.0"),
+        (Leaks, 30, "4 instances left 4 files behind: `close` must release"),
+        (Hangs, 0.1, "step in 'good/train/.*' gave nothing within 0.1 s: bound what it waits for"),
+        (Blocks, 0.1, "does not give way 0.2 s after it began: it blocks the event loop"),
+        (Stubborn, 0.1, "does not give way 0.2 s after it began"),
+        (Unpicklable, 30, "can't be serialised"),
+    ],
+)
+def test_faults_hangs_and_leaks_are_caught(broken, deadline_s, error):
+    with pytest.raises(AssertionError, match=error):
+        check_environment(broken(), n=10, deadline_s=deadline_s)
+
+
+def test_one_whose_helper_may_die_passes_where_it_raises():
+    check_environment(Raises(), n=10)
+
+
+def test_an_environment_is_named_by_its_path():
+    check_environment("ratchet.environments.config:ArithmeticConfig", n=10)
+    with pytest.raises(AssertionError, match="gives dict, not Step"):
+        check_environment(f"{__name__}:Untyped", n=10)

@@ -1,6 +1,8 @@
 """The conformance check of rewards must catch each way of breaking the contract."""
 
 import asyncio
+import subprocess
+import time
 
 import pytest
 
@@ -74,3 +76,74 @@ def test_a_broken_reward_is_caught(reward, error):
 def test_a_good_reward_passes():
     check_reward(exact, TASK, good="85", bad="8")
     assert asyncio.run(exact.score([], TASK)) == []
+
+
+class Excuses:
+    """Makes a reward of its service's failure."""
+
+    async def score(self, trajectories, task):
+        try:
+            subprocess.run(["true"], check=True)
+        except OSError:
+            return [Scored(0.0) for _ in trajectories]
+        return await exact.score(trajectories, task)
+
+
+class Helped:
+    """Asks a helper process, which may die; `again`: starts another then."""
+
+    def __init__(self, *, judges_dead=False, again=True):
+        self.helper, self.judges_dead, self.again = None, judges_dead, again
+
+    async def score(self, trajectories, task):
+        if self.helper is None:
+            self.helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        alive = bool(self.ask())
+        if not alive and self.again:
+            self.helper = None
+        if not alive and not self.judges_dead:
+            raise RuntimeError("the helper died")
+        return await exact.score(trajectories, task) if alive else [Scored(-1.0) for _ in trajectories]
+
+    def ask(self):
+        try:
+            self.helper.stdin.write(b"?\n")
+            self.helper.stdin.flush()
+        except BrokenPipeError:
+            return b""
+        return self.helper.stdout.readline()
+
+
+class Hangs:
+    async def score(self, trajectories, task):
+        await asyncio.Event().wait()
+
+
+def blocks(trajectory, task):
+    time.sleep(1)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "deadline_s", "error"),
+    [
+        (Excuses(), 30, r"out of reach it gives Scored\(reward=0.0.*, else Scored\(reward=1.0.*is no reward; let it raise"),
+        (Helped(judges_dead=True), 30, r"killed it gives Scored\(reward=-1.0.*, else Scored\(reward=1.0"),
+        (Helped(again=False), 30, "3 calls after a fault has passed it still gives Failed"),
+        (Hangs(), 0.1, "score gave nothing within 0.1 s: bound what it waits for"),
+        (FunctionReward(blocks), 0.1, "score does not give way 0.2 s after it began: it blocks the event loop"),
+    ],
+)
+def test_faults_and_hangs_are_caught(reward, deadline_s, error):
+    with pytest.raises(AssertionError, match=error):
+        check_reward(reward, TASK, good="85", bad="8", deadline_s=deadline_s)
+
+
+def test_one_whose_helper_may_die_passes_where_it_raises_and_starts_another():
+    check_reward(Helped(), TASK, good="85", bad="8")
+
+
+def test_a_reward_is_named_by_its_path_and_needs_no_answers():
+    check_reward("ratchet.rewards.config:ExactMatchConfig")
+    with pytest.raises(AssertionError, match=r"the good answer earns 1\.0, the bad one 1\.0"):
+        check_reward(f"{__name__}:flat", TASK, good="85", bad="8")

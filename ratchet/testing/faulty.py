@@ -1,0 +1,166 @@
+"""Faults put under an environment, and what it must not make of them: a reward, a lock-up, a leak, another's attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ratchet.errors import DataError
+from ratchet.interfaces import Environment, Step
+from ratchet.testing.harness import BrokenRule, Calls, broken_services, children, held, kill, require
+from ratchet.types import Message, Task
+
+CLOSED = 4  # instances, beyond the first, that must leave nothing behind
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the policy says in an episode of `task`: its demonstration, or nothing, again and again."""
+
+    task: Task
+    answers: tuple[Message, ...]
+
+    @classmethod
+    def of(cls, environment: Environment, task: Task, max_turns: int) -> Said:
+        with suppress(DataError):
+            answers = tuple(m for m in environment.demonstration(task) if m.role == "assistant")
+            if answers:
+                return cls(task, answers)
+        return cls(task, (Message("assistant", ""),) * max_turns)
+
+
+Trace = tuple[tuple[Message, ...], list[Step]]  # what `reset` gave, and each `step`
+
+
+async def trace(calls: Calls, environment: Environment, said: Said) -> Trace:
+    name = said.task.id
+    first = tuple(await calls(f"reset('{name}')", lambda: environment.reset(said.task)))
+    steps: list[Step] = []
+    for answer in said.answers:
+        steps.append(await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer)))
+        if steps[-1].done:
+            break
+    return first, steps
+
+
+async def played(calls: Calls, environment: Environment, said: Said) -> Trace:
+    """By an instance of its own, which is closed."""
+    instance = copy.copy(environment)
+    try:
+        return await trace(calls, instance, said)
+    finally:
+        await calls("close", instance.close)
+
+
+def check_replay(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
+    """An episode is a function of its task and of what is said: whoever plays it, after what, and beside whom."""
+    if not environment.replayable:
+        return
+
+    async def play() -> None:
+        alone = [await played(calls, environment, said) for said in script]
+        again = [await trace(calls, environment, said) for said in script]
+        beside = await asyncio.gather(*(played(calls, environment, said) for said in script))
+        for said, one, two in zip(script, alone, again, strict=True):
+            require(two == one, f"'{said.task.id}' played again, after others, differs: `reset` must reset all of it")
+        for said, one, three in zip(script, alone, beside, strict=True):
+            require(three == one, f"'{said.task.id}' played beside others differs: copies share what is an attempt's")
+        await calls("close", environment.close)
+
+    before = [pickle.dumps(said.task) for said in script]
+    asyncio.run(play())
+    for said, bytes_before in zip(script, before, strict=True):
+        require(pickle.loads(bytes_before) == said.task, f"an episode changed its task '{said.task.id}'")
+
+
+def check_faults(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
+    """Where services and processes are out of reach, or die, an attempt fails by an exception, or ends as it would have."""
+    if not environment.replayable:
+        return
+
+    async def play(said: Said) -> None:
+        clean = (await played(calls, environment, said))[1]
+        mine = children()
+        for fault in ("out of reach", "killed"):
+            instance = copy.copy(environment)
+            try:
+                found = await _under(calls, instance, said, fault, mine)
+            except BrokenRule:
+                raise
+            except Exception:  # it may: the attempt has failed, and has no reward
+                found = []
+            _compare(said, found, clean, fault)
+            with suppress(Exception):
+                await calls("close", instance.close)
+        after = (await played(calls, environment, said))[1]
+        require(after == clean, f"'{said.task.id}' is another episode after a fault has passed: start anew what had died")
+
+    for said in script:
+        asyncio.run(play(said))
+
+
+async def _under(calls: Calls, environment: Environment, said: Said, fault: str, mine: set[int]) -> list[Step]:
+    if fault == "out of reach":
+        with broken_services():
+            return (await trace(calls, environment, said))[1]
+    name = said.task.id
+    await calls(f"reset('{name}')", lambda: environment.reset(said.task))
+    steps: list[Step] = []
+    for answer in said.answers:
+        kill(children() - mine)
+        steps.append(await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer)))
+        if steps[-1].done:
+            break
+    return steps
+
+
+def _compare(said: Said, found: Sequence[Step], clean: Sequence[Step], fault: str) -> None:
+    for number, (step, right) in enumerate(zip(found, clean, strict=False), 1):
+        same = (step.reward, step.done) == (right.reward, right.done)
+        require(
+            same,
+            f"'{said.task.id}': with services and processes {fault}, step {number} gives reward {step.reward} and "
+            f"done={step.done}, else {right.reward} and {right.done}: an infrastructure fault is no reward; let it raise",
+        )
+
+
+def check_cancelling(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
+    """An attempt that is given up gives way."""
+
+    async def play(said: Said) -> None:
+        instance = copy.copy(environment)
+        await calls(f"reset('{said.task.id}')", lambda: instance.reset(said.task))
+        task = asyncio.ensure_future(instance.step(said.answers[0]))
+        await asyncio.sleep(0)
+        where = f"step in '{said.task.id}'"
+        with calls.of(where):
+            task.cancel()
+            await asyncio.wait({task}, timeout=calls.deadline_s)
+        require(task.done(), f"{where} goes on after it was cancelled: a deadline must end it")
+        if not task.cancelled():
+            task.exception()  # seen: it is nobody's any more
+        await calls("close", instance.close)
+
+    asyncio.run(play(script[0]))
+
+
+def check_release(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
+    """What an instance opens for an attempt, `close` closes. What all share may stay."""
+
+    async def play() -> None:
+        instance = copy.copy(environment)
+        await trace(calls, instance, script[0])
+        await calls("close", instance.close)
+        await calls("close, once more,", instance.close)  # an attempt that fails while closing is closed again
+
+    asyncio.run(play())
+    before = held()
+    for _ in range(CLOSED):
+        asyncio.run(play())
+    left = {name: count - before[name] for name, count in held().items() if count - before[name] >= CLOSED}
+    listed = ", ".join(f"{count} {name}" for name, count in left.items())
+    require(not left, f"{CLOSED} instances left {listed} behind: `close` must release what `reset` and `step` open")
