@@ -41,10 +41,10 @@ def train(
 
 @app.command()
 def check(
-    target: Annotated[str, typer.Argument(help="A recipe (YAML), or the path of an algorithm: my_pkg.my_algo:MINE")],
+    target: Annotated[str, typer.Argument(help="A recipe (YAML), or the path of an algorithm, an environment or a reward")],
     overrides: Overrides = None,
 ) -> None:
-    """Validate a recipe and show what it works out to; or hold an algorithm to what every algorithm must do."""
+    """Validate a recipe and show what it works out to; or hold what a path names to its kit (my_pkg.my_mod:Thing)."""
     if IMPORT_PATH.fullmatch(target) and not Path(target).exists():
         from ratchet.testing.named import check_named
 

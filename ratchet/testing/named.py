@@ -1,17 +1,23 @@
-"""The kit of algorithms for one that is named by its path, `my_pkg.my_algo:MINE`, and its findings as a table."""
+"""The kits for what a path names, `my_pkg.my_mod:Thing`: an algorithm, an environment or a reward. Findings as a table."""
 
 from __future__ import annotations
 
+import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.algorithms.properties import page
+from ratchet.config.base import Section
 from ratchet.config.kinds import KINDS, construct, imported, resolve
 from ratchet.config.section import section_from_words
 from ratchet.errors import ConfigError
+from ratchet.rewards.base import as_reward
 from ratchet.testing.algorithms import Finding, examine
+from ratchet.testing.environments import DEADLINE_S, environment_points
+from ratchet.testing.harness import Calls, supervised
+from ratchet.testing.rewards import SAMPLE, reward_points
 
 WIDTH = 128
 # What the built-in algorithms without a complete default need; nothing is loaded from the paths.
@@ -35,9 +41,47 @@ def properties_page() -> str:
 
 def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
     """(the table, whether everything holds that should)"""
+    slot = _slot(imported(path))
+    if slot != "algorithm":
+        return _pointwise(path, slot, overrides)
     algorithm = named(path, overrides)
     findings = examine(algorithm)
     return table(algorithm, findings), all(finding.verdict != "fails" for finding in findings)
+
+
+def _slot(target: object) -> str:
+    """What it is, by its methods; a function of (trajectory, task, ...) is a reward."""
+    made = target
+    if inspect.isclass(target) and issubclass(target, Section) and target.builds:
+        made = imported(target.builds)
+    if all(hasattr(made, method) for method in ("tasks", "reset", "step")):
+        return "environment"
+    if hasattr(made, "score") or hasattr(made, "judge"):
+        return "rewards"
+    if inspect.isfunction(made) and list(inspect.signature(made).parameters)[1:2] == ["task"]:
+        return "rewards"
+    return "algorithm"
+
+
+def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
+    target = imported(path)
+    ready = not callable(target)  # an instance, complete as it stands
+    made = target if ready else construct(section_from_words(slot, path, overrides))
+    points: Mapping[str, Callable[[Calls], None]]
+    points = environment_points(made) if slot == "environment" else reward_points(as_reward(made), SAMPLE)
+    width = max(len(name) for name in points)
+    lines, broken = [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""], ""
+    for name, check in points.items():
+        if broken:
+            lines.append(f"  {name:<{width}}  n/a    after what fails")
+            continue
+        try:
+            supervised(check, DEADLINE_S)
+        except Exception as error:  # anybody's code: what it raises is the finding
+            broken = f"{error}" if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        head = f"  {name:<{width}}  {'fails' if broken else 'holds'}"
+        lines += textwrap.wrap(f"{head}  {broken}".rstrip(), WIDTH, subsequent_indent=" " * (width + 11))
+    return "\n".join(lines), not broken
 
 
 def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
