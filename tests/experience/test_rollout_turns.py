@@ -11,7 +11,7 @@ from experience.counting import EOS, TOKENIZER, Batched, BatchedAsync, Counting,
 
 from ratchet.errors import DataError
 from ratchet.experience import rollouts
-from ratchet.experience.interop import BatchedDataDict
+from ratchet.experience.interop import BatchedDataDict, DatumSpec, EnvironmentReturn
 from ratchet.experience.rollouts import (
     async_generate_response_for_sample_turn,
     calculate_rewards,
@@ -169,3 +169,24 @@ def test_the_interface_is_the_agreed_one(name):
     parameters = inspect.signature(getattr(rollouts, name)).parameters.values()
     assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters) == SIGNATURES[name]
     assert {name, "TokenizerType"} <= set(rollouts.__all__)
+
+
+def test_one_sample_is_drawn_as_row_0_of_a_batch():
+    async def alone(log):
+        return await async_generate_response_for_sample_turn(FakeGenerator(by_seed), log, ["x"], TOKENIZER, max_seq_len=4098)
+
+    batch, log = batch_of({}, stop=["x"]), batch_of({})["message_log"][0]
+    data, lengths = turn_of(batch)
+    answered, (generated,), metrics = generate_responses(FakeGenerator(by_seed), data, batch, TOKENIZER, lengths)
+    grown, same, own_lengths, own_metrics = asyncio.run(alone(log))
+    assert flat(grown) == flat(answered["message_log"][0])
+    assert (same.tolist(), own_lengths.tolist(), own_metrics) == (generated.tolist(), lengths.tolist(), metrics)
+
+
+def test_what_rows_and_returns_hold_is_agreed():
+    keys = {"message_log", "length", "extra_env_info", "loss_multiplier", "idx", "task_name", "stop_strings"}
+    assert set(DatumSpec.__annotations__) == keys
+    fields = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
+    assert EnvironmentReturn._fields == fields
+    methods = ("from_batches", "slice", "select", "repeat_interleave", "reorder", "shard_by_batch_size", "to", "size")
+    assert all(hasattr(BatchedDataDict, name) for name in methods)
