@@ -101,7 +101,14 @@ class _Thread:
         self._playing: dict[int, Environment] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="attempts", daemon=True).start()
+        threading.Thread(target=self._run, name="attempts", daemon=True).start()
+
+    def _run(self) -> None:
+        """A task of an environment's own can end the loop, by sys.exit say: then nobody would answer here any more."""
+        try:
+            self._loop.run_forever()
+        finally:
+            os._exit(1)
 
     def take(self, call: dict[str, Any]) -> None:
         """From any thread."""

@@ -62,7 +62,7 @@ class Watched:
     """A process, to see it end, even as a child of nobody's."""
 
     def __init__(self, pid):
-        self.descriptor = os.pidfd_open(pid)
+        self.pid, self.descriptor = pid, os.pidfd_open(pid)
 
     def lives(self, wait_s=0.0):
         poll = select.poll()
@@ -278,6 +278,16 @@ def test_a_process_that_dies_takes_its_own_attempts_along_and_no_others(how, sai
     asyncio.run(play())
 
 
+def test_a_task_of_the_environments_own_that_exits_ends_the_process():
+    async def play():
+        environment = made()
+        await environment.reset(environment.here.task())
+        with pytest.raises(Lost, match=r"died \(exit status 1\)"):
+            await tell(environment, "leave")
+
+    asyncio.run(play())
+
+
 def test_a_process_killed_from_outside_between_two_turns():
     async def play():
         environment = made()
@@ -459,12 +469,18 @@ def test_no_process_outlives_the_driver(end):
     with subprocess.Popen([sys.executable, "-c", DRIVER], text=True, **pipes) as driver:
         watched = [Watched(int(driver.stdout.readline())) for _ in range(2)]
         assert all(process.lives() for process in watched)
+        assert driver.stderr.readline() == "hogs\n", "what an environment prints goes there"
         if end == "kill":
             driver.kill()
-        _, said = driver.communicate("\n" if end == "exit" else None)
+        else:
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+        outlived = [process.pid for process in watched if not process.ends()]
+        for pid in outlived:
+            os.kill(pid, signal.SIGKILL)
+        assert not outlived
+        assert driver.communicate() == ("", "")
     assert driver.returncode == (-signal.SIGKILL if end == "kill" else 7)
-    assert all(process.ends() for process in watched)
-    assert said == ""
 
 
 # --- what it offers
@@ -516,9 +532,14 @@ def test_its_section_is_judged_as_the_environments_own():
 
 
 def test_the_credentials_of_the_run_are_there_too(monkeypatch):
-    monkeypatch.setattr(credentials, "_offered", {})
-    credentials.offer({"KEY": "secret"})
-    assert credentials.offered() == {"KEY": "secret"}
+    monkeypatch.setattr(credentials, "_offered", {"KEY": "secret"})
+
+    async def play():
+        environment = made()
+        await environment.reset(environment.here.task())
+        return await tell(environment, "credential KEY")
+
+    assert asyncio.run(play()) == "secret"
 
 
 # --- what travels

@@ -10,6 +10,7 @@ import sys
 import threading
 from contextlib import suppress
 
+from ratchet.credentials import credential
 from ratchet.errors import DataError
 from ratchet.interfaces import Step
 from ratchet.types import Message, Task
@@ -81,6 +82,18 @@ class Troublesome:
     async def do_raise(self, text):
         raise {"exit": SystemExit, "cancel": asyncio.CancelledError}.get(text, ValueError)(text)
 
+    async def do_leave(self, _):
+        """Exits in a task of its own."""
+
+        async def leave():
+            sys.exit(1)
+
+        self.leaving = asyncio.ensure_future(leave())
+        await asyncio.Event().wait()
+
+    async def do_credential(self, name):
+        return says(credential(name))
+
     async def do_return(self, text):
         return {"none": None, "object": Step(messages=(object(),))}[text]
 
@@ -105,6 +118,7 @@ class Troublesome:
 
     async def do_hog(self, _):
         """Holds the interpreter's lock: no thread of the process runs any more."""
+        print("hogs", flush=True)
         re.match(r"(a+)+$", "a" * 60 + "b")
 
     async def do_meet(self, _):
