@@ -99,12 +99,12 @@ class Preferences(Rows):
             messages=entry.prompt,
             environment=self.name,
             tag=self.name,
-            meta={"entry": entry},
+            meta={"about": entry.about, "where": entry.where, "line": entry.line, "has": entry.has},
         )
 
 
 def _entry(task: Task) -> Entry:
-    return task.meta["entry"]
+    return Entry(prompt=task.messages, **task.meta)
 
 
 def _key(entry: Entry) -> str:

@@ -16,11 +16,11 @@ import numpy as np
 
 from ratchet.errors import DataError
 from ratchet.interfaces import Step
-from ratchet.types import Message, Part, Task, ToolCall
+from ratchet.types import Comparison, Judged, Message, Part, Task, ToolCall
 
 HEAD = struct.Struct("!I")
 MAX_BYTES = 256 * 2**20
-TYPES = {made.__name__: made for made in (Message, Part, Step, Task, ToolCall)}
+TYPES = {made.__name__: made for made in (Comparison, Judged, Message, Part, Step, Task, ToolCall)}
 WRAPPED = ""  # the key of a wrapped value's type; an object that has it is wrapped itself
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -12,6 +12,7 @@ from typing import Any
 
 from ratchet.config.kinds import construct
 from ratchet.config.section import section_from_words
+from ratchet.environments.workers_wire import packed, unpacked
 from ratchet.errors import DataError
 from ratchet.interfaces import Environment, Reward, Step
 from ratchet.testing import faulty
@@ -129,8 +130,8 @@ def _check_splits(train: list[Task], test: list[Task]) -> None:
 def _check_travels(task: Task) -> None:
     """Tasks go to other processes, and into records."""
     try:
-        again = pickle.loads(pickle.dumps(task))
-    except Exception as error:
+        again = unpacked(json.loads(json.dumps(packed(task))))
+    except DataError as error:
         raise BrokenRule(f"task '{task.id}' can't be serialised ({error}): keep plain data in its answer and meta") from error
     require(again == task, f"task '{task.id}' is another once it was serialised: keep plain data in its answer and meta")
 

@@ -16,6 +16,7 @@ from ratchet.testing.harness import BrokenRule, Calls, broken_services, children
 from ratchet.types import Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
 
 DEADLINE_S = 30.0
+PATIENCE_S = 2.0  # what a reward may try while services are out of reach; then its deadline has passed
 RECOVERS = 3  # calls in which what had died must be there again
 SAMPLE = Task("check/0", (Message("user", "37+48="),), answer="85")
 TEXTS = ("85", "86")
@@ -107,11 +108,18 @@ class _Judging:
         group = [self.one, self.two, self.one]
         clean = await self.score(calls, group)
         with broken_services():
-            self.unmoved(clean, await self.under(calls, group), "out of reach")
+            self.unmoved(clean, await self.impatient(calls, group), "out of reach")
         await self.recovers(calls, group, clean)
         kill(children() - self.before)
         self.unmoved(clean, await self.under(calls, group), "killed")
         await self.recovers(calls, group, clean)
+
+    async def impatient(self, calls: Calls, group: Sequence[Trajectory]) -> Sequence[Outcome]:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self.under(calls, group)
+        except TimeoutError:  # as a run's own deadline: it tries again and again, which is no reward
+            return [Failed("timeout", f"nothing within {PATIENCE_S:g} s")] * len(group)
 
     async def under(self, calls: Calls, group: Sequence[Trajectory]) -> Sequence[Outcome]:
         try:

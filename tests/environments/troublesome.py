@@ -118,7 +118,8 @@ class Troublesome:
 
     async def do_hog(self, _):
         """Holds the interpreter's lock: no thread of the process runs any more."""
-        print("hogs", flush=True)
+        sys.stdout.write("hogs\n")
+        sys.stdout.flush()
         re.match(r"(a+)+$", "a" * 60 + "b")
 
     async def do_meet(self, _):
