@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rewards.fake_http import Answer, chat, serve
-from sandbox.fake_docker import FakeDocker
+from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.fake_remote import FakeRemote
 
 from ratchet.build import build_reward
@@ -98,7 +98,7 @@ def judged_elsewhere(model: Path) -> None:
 def judged_in_other_sandboxes() -> None:
     """Programs, in an image that has to be fetched first, and by a service that fails at first."""
     engine, service = FakeDocker(), FakeRemote()
-    docker = {"kind": "docker", "address": engine.address, "python": sys.executable, "image": "other:1", "pull": True}
+    docker = {"kind": "docker", "address": engine.address, "python": PYTHON, "image": "other:1", "pull": True}
     remote = {"kind": "remote", "address": service.address, "offers": "namespaces", "retry_wait_s": 1e-3}
     service.faults = ["500"]
     try:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 
 import pytest
-from sandbox.fake_docker import FakeDocker
+from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.test_attacks import need
 
 from ratchet.config.kinds import construct, resolve
@@ -86,7 +85,7 @@ def test_it_keeps_the_contract_in_local_sessions(made):
 @pytest.mark.needs("nsenter")
 def test_it_keeps_the_contract_in_containers(made):
     engine = FakeDocker()
-    keys = {"kind": "docker", "address": engine.address, "python": sys.executable}
+    keys = {"kind": "docker", "address": engine.address, "python": PYTHON}
     check_environment(made([row(n) for n in range(2)], sandbox=keys))
     # What the kit's faults left can't have been removed while the engine was out of reach; nothing of it runs.
     assert all(left.process is None or left.process.poll() is not None for left in engine.containers.values())

@@ -104,7 +104,7 @@ def test_scores_are_held_to_held_out_labels(tmp_path: Path):
     rows = [{"prompt": f"{i}?", "completion": "a" * (1 + i % 3), "label": float(i % 3)} for i in range(90)]
     run = made("score_regression", preferences(tmp_path, rows), tasks=90)
     assert isinstance(run.evaluator, ScoreEvaluator)
-    labels = [task.meta["entry"].about.reward for task in run.evaluator.tasks]
+    labels = [task.meta["about"].reward for task in run.evaluator.tasks]
     assert 0 < len(labels) < 20  # one prompt in ten is held out
     # Scores of 0: the mean squared label, and nothing that could be related to it
     mean_square = sum(label**2 for label in labels) / len(labels)

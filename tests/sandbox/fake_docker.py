@@ -15,6 +15,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from pathlib import Path
 from socketserver import ThreadingMixIn, UnixStreamServer
 from urllib.parse import parse_qs, urlparse
 
+PYTHON = os.path.realpath(sys.executable)  # the environment that links to it may lie in a /tmp that containers don't see
 OURS = ["--user", "--map-root-user"] if os.getuid() else []
 UPGRADED = (
     b"HTTP/1.1 101 UPGRADED\r\nContent-Type: application/vnd.docker.raw-stream\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from sandbox.fake_docker import OURS, Container, FakeDocker
+from sandbox.fake_docker import OURS, PYTHON, Container, FakeDocker
 
 from ratchet.config.kinds import construct, resolve
 from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, passed
@@ -43,7 +43,7 @@ def sandbox(engine):
 
 
 def config(engine, **keys):
-    return DockerSandboxConfig(**{"address": engine.address, "python": sys.executable, **keys})
+    return DockerSandboxConfig(**{"address": engine.address, "python": PYTHON, **keys})
 
 
 def soon(work):
@@ -282,7 +282,7 @@ async def _gone(engine):
 
 
 def test_the_code_reward_runs_there_and_a_broken_engine_is_a_failure_not_a_zero(engine):
-    keys = {"kind": "docker", "address": engine.address, "python": sys.executable}
+    keys = {"kind": "docker", "address": engine.address, "python": PYTHON}
     reward = construct(resolve("rewards", {"kind": "code", "sandbox": keys, "timeout_s": 20}))
     task = Task("double", (Message("user", "Double it."),), meta={"tests": [{"stdin": "21", "stdout": "42"}]})
     function = Task("f", (), meta={"prompt": "", "entry_point": "f", "test": "def check(f):\n    assert f(2) == 4\n"})
