@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ratchet.rewards.compose import composed
 from ratchet.rewards.config import ByTagConfig
-from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
+from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 
 ANY = "*"
 
@@ -52,6 +52,6 @@ def _nothing_more(trajectory: Trajectory, task: Task) -> Outcome:
 
 
 def _under(tag: str, outcome: Outcome) -> Outcome:
-    if isinstance(outcome, Failed | Cancelled):
+    if isinstance(outcome, Failed | Cancelled | Unjudged):
         return outcome
     return replace(outcome, parts={f"{tag}/{name}": value for name, value in outcome.parts.items()})

@@ -11,7 +11,7 @@ from ratchet.config.kinds import construct
 from ratchet.errors import ConfigError
 from ratchet.interfaces import Reward
 from ratchet.rewards.base import as_reward
-from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
+from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 
 
 class WeightedSum:
@@ -39,7 +39,7 @@ class WeightedSum:
         for name, outcome in outcomes.items():
             if isinstance(outcome, Failed):
                 return Failed(outcome.kind, f"reward '{name}': {outcome.detail}")
-            if isinstance(outcome, Cancelled):
+            if isinstance(outcome, Cancelled | Unjudged):
                 return outcome
             if outcome.reward is None:  # nobody could judge a part of this unfinished attempt, so nobody can the whole
                 total = None

@@ -8,7 +8,7 @@ from ratchet.rewards.compose import WeightedSum
 from ratchet.rewards.config import ExactMatchConfig
 from ratchet.rewards.exact_match import ExactMatch
 from ratchet.testing import answered, check_reward
-from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
+from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated, Unjudged
 
 TASK = Task("t/0", (Message("user", "37+48="),), answer="85")
 exact = ExactMatch(ExactMatchConfig())
@@ -68,6 +68,7 @@ def test_truncation_and_cancellation_pass_through():
     (cut,) = judge(reward, "85", outcome=Truncated(None))
     assert cut == Truncated(2.0, {"exact": 0.0, "exact/exact_match": 0.0, "other": 2.0, "other/length": 2.0})
     assert judge(WeightedSum({"exact": exact, "other": Fixed(Cancelled("late"))}, both), "85") == [Cancelled("late")]
+    assert judge(WeightedSum({"exact": exact, "other": Fixed(Unjudged())}, both), "85") == [Unjudged()]
     (unjudged,) = judge(WeightedSum({"other": Fixed(Truncated(None)), "exact": exact}, both), "85", outcome=Truncated(None))
     assert isinstance(unjudged, Truncated)
     assert unjudged.reward is None
