@@ -1,18 +1,26 @@
-"""Generation, even (8 prompts x 16 samples, 32 new tokens) and ragged (16 prompts x 16, up to 96 new tokens): Ratchet's
-embedded engine and transformers' `generate` in turn on the same model and token counts.
+"""Generation, even (8 prompts x 16 samples, 32 new tokens) and ragged (256 prompts of 8 to 16 tokens, 8 to 96 new tokens, 64
+at a time): Ratchet's engine, transformers and vLLM in turn on the same model and token counts.
 
-    python benchmarks/generate.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+python benchmarks/generate.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
 
 from __future__ import annotations
 
-import sys
+from side_by_side import Case, Driver, compare, options, rate
 
-from side_by_side import Driver, compare, options
-
-DRIVERS = (Driver("Ratchet", "ours/ratchet_generate.py", peer=False), Driver("transformers generate", "peers/hf_generate.py"))
-RAGGED = ["--ragged", "--prompts", "16", "--new-tokens", "96"]
+DRIVERS = (
+    Driver("Ratchet", "ours/ratchet_generate.py", peer=False),
+    Driver("transformers generate", "peers/hf_generate.py"),
+    Driver("transformers continuous batching", "peers/hf_continuous.py"),
+    Driver("vLLM", "peers/vllm_generate.py"),
+)
+RAGGED = ("--ragged", "--prompts", "256", "--group-size", "1", "--new-tokens", "96", "--slots", "64")
+CASES = (
+    Case("Generation, 8 prompts x 16 samples, 32 new tokens", DRIVERS, measure=rate("tokens")),
+    Case("Ragged generation, 256 prompts, 8 to 96 new tokens, 64 slots", DRIVERS, RAGGED, rate("tokens"), target=2.5),
+)
 
 if __name__ == "__main__":
     chosen = options(__doc__ or "").parse_args()
-    sys.exit(compare("generation, even", DRIVERS, chosen, []) or compare("generation, ragged", DRIVERS, chosen, RAGGED))
+    for case in CASES:
+        compare(case, chosen)

