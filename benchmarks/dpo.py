@@ -1,0 +1,19 @@
+"""DPO on 32 ragged pairs a step, answers with their prompt 16 to 96 tokens: pairs a second of Ratchet and of TRL in turn.
+
+python benchmarks/dpo.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+"""
+
+from __future__ import annotations
+
+from side_by_side import Case, Driver, compare, options, rate
+
+DRIVERS = (
+    Driver("Ratchet", "ours/ratchet_given.py", peer=False),
+    Driver("TRL tuned (float32, one micro-batch)", "peers/trl_given.py", ("--micro-batch", "32")),
+    Driver("TRL tuned, micro-batches of 8", "peers/trl_given.py"),
+)
+WORKLOAD = ("--algorithm", "dpo", "--rows", "32", "--longest", "96")
+
+if __name__ == "__main__":
+    case = Case("DPO, 32 pairs, conversations of 16 to 96 tokens", DRIVERS, WORKLOAD, rate("pairs"), target=1.8)
+    compare(case, options(__doc__ or "").parse_args())
