@@ -14,26 +14,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Shape(Protocol):
-    """Of a decoder, as `ratchet.models.config.DecoderConfig` names it."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
+if TYPE_CHECKING:
+    from ratchet.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -47,7 +31,7 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.predicted + other.predicted)
 
-    def forward_gflop(self, shape: Shape) -> float:
+    def forward_gflop(self, shape: DecoderConfig) -> float:
         """A backward costs twice as much."""
         queries, keys = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
         layer = shape.hidden_size * (2 * queries + 2 * keys + 3 * shape.intermediate_size)
@@ -55,7 +39,7 @@ class Work:
         products = self.tokens * shape.n_layers * layer + self.pairs * shape.n_layers * 2 * queries + self.predicted * head
         return 2 * products / 1e9
 
-    def decoding_gbytes(self, shape: Shape, *, reads: float, bytes_each: int) -> float:
+    def decoding_gbytes(self, shape: DecoderConfig, *, reads: float, bytes_each: int) -> float:
         """What decoding reads from memory: all matrices `reads` times, and the key and the value of each pair."""
         matrices = Work(tokens=1, predicted=1).forward_gflop(shape) * 1e9 / 2
         pair = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim

@@ -20,6 +20,7 @@ from arithmetic import forest
 
 import ratchet as rt
 import ratchet.loop
+import ratchet.run
 from ratchet.data.renderer import Renderer
 from ratchet.environments.single_turn import SingleTurn
 from ratchet.observe.sinks import JsonlSink
@@ -67,6 +68,7 @@ def watch(run: Any) -> None:
     engine = run.link.generator
     engine.core.step = phases.timed("generate", engine.core.step)
     run.metrics.flush = phases.timed("recording", run.metrics.flush)
+    ratchet.run.measure_groups = phases.timed("recording", ratchet.run.measure_groups)
     ratchet.loop.pack = phases.timed("pack", ratchet.loop.pack)
 
 

@@ -1,0 +1,30 @@
+"""The quick-start's task to 90 % held-out: Ratchet and TRL in turn, from the same weights after its supervised stage, with its
+settings for GRPO. Seconds of training (evaluation apart) to the first evaluation that reaches the target.
+
+python benchmarks/quickstart_vs_trl.py [--target 0.9] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from side_by_side import SECONDS, Case, Driver, compare, options
+
+START = Driver("start", "ours/sorting_start.py", peer=False)
+DRIVERS = (Driver("Ratchet", "ours/ratchet_sorting.py", peer=False), Driver("TRL tuned", "peers/trl_sorting.py"))
+
+if __name__ == "__main__":
+    parser = options(__doc__ or "")
+    parser.add_argument("--target", default="0.9", help="share of held-out tasks")
+    parser.add_argument("--start-steps", default="48", help="of the supervised stage before")
+    chosen = parser.parse_args()
+    case = Case(
+        f"Quick-start to {100 * float(chosen.target):.0f} % held-out",
+        DRIVERS,
+        ("--target", chosen.target),
+        measure=SECONDS,
+        target=5.0,
+        maker=replace(START, arguments=("--steps", chosen.start_steps)),
+        made_by_size=False,
+    )
+    compare(case, chosen)
