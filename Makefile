@@ -19,7 +19,6 @@ CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 # What the benchmarks drive peers with; point it at another environment's python to keep peers out of .venv.
 PEERS_PYTHON ?= $(BIN)/python
 BENCH_ROUNDS ?= 5
-BENCH_SIZE ?= S
 
 .PHONY: help demo test test-slow lint style types layers sizes fast-tests slow-tests bench peers clean
 .DEFAULT_GOAL := help
@@ -59,10 +58,8 @@ fast-tests: .venv/developer
 slow-tests: .venv/developer
 	$(PYTEST) -m slow
 
-bench: .venv/developer ## time Ratchet and its peers in turn, where the peers are installed
-	@for script in grpo_step generate; do \
-	  $(BIN)/python benchmarks/$$script.py --python $(PEERS_PYTHON) --rounds $(BENCH_ROUNDS) --size $(BENCH_SIZE) || exit 1; \
-	done
+bench: .venv/developer ## time Ratchet and its peers in turn, where they are installed; prints the table of docs/performance.md
+	$(BIN)/python benchmarks/table.py --python $(PEERS_PYTHON) --rounds $(BENCH_ROUNDS)
 
 peers: .venv/user ## install the libraries that the benchmarks compare with (into .venv, same torch)
 	$(PIP_INSTALL) -e '.[peers]'
