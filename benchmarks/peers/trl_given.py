@@ -12,11 +12,11 @@ from typing import Any
 import protocol
 import trl_common
 
-PACKED = 512  # tokens; longer rows cost more attention, which is masked but computed
 parser = protocol.given_arguments("SFT or DPO of TRL")
 parser.add_argument("--layout", choices=("padded", "packing", "padding-free"), default="padded")
 parser.add_argument("--micro-batch", type=int, default=8, help="conversations or pairs; packed, as many tokens")
 options = trl_common.start(parser)
+PACKED = max(512, options.longest)  # tokens of a row; longer ones cost more attention, which is masked but computed
 
 import torch
 import trl
@@ -44,10 +44,11 @@ def rows() -> Dataset:
 
 def config(directory: str) -> trl.SFTConfig | trl.DPOConfig:
     settings: dict[str, Any] = {**trl_common.common(options, directory), **trl_common.tuned(options)}
-    batch, steps = options.micro_batch, options.rows // options.micro_batch
+    batch = min(options.micro_batch, options.rows)
+    steps = options.rows // batch
     if options.layout == "packing":
         mean = (options.shortest + options.longest) / 2
-        batch = max(1, round(options.micro_batch * mean / PACKED))
+        batch = max(1, round(batch * mean / PACKED))
         steps = max(1, round(options.rows * mean / PACKED / batch))
         settings |= {"packing": True, "shuffle_dataset": True}
     if options.layout == "padding-free":
