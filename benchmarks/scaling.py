@@ -76,9 +76,10 @@ def table(knob: str, points: Sequence[dict[str, Any]]) -> str:
 if __name__ == "__main__":
     parser = options(__doc__ or "")
     parser.add_argument("--doublings", type=int, default=3)
+    parser.add_argument("--knobs", nargs="+", choices=KNOBS, default=list(KNOBS))
     parser.set_defaults(rounds=3, ours=True)
     chosen = parser.parse_args()
-    for knob in KNOBS:
+    for knob in chosen.knobs:
         points = [measure(knob, 2**i, chosen) for i in range(chosen.doublings + 1)]
         print(json.dumps({"scaling": knob, "size": chosen.size, "threads": chosen.threads, "points": points}))
         print(f"\n{table(knob, points)}\n", flush=True)
