@@ -1,4 +1,4 @@
-"""Ragged groups -> one packed `Batch`; and the plan that cuts a batch into micro-batches.
+"""Ragged groups -> one packed `Batch`.
 
 T = tokens, S = sequences, G = groups.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratchet.batch import Batch, Level
+from ratchet.batch import Batch
 from ratchet.errors import DataError
 from ratchet.types import Group, Trajectory
 
@@ -112,28 +112,3 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
         f"reward/{name}": torch.tensor([t.reward_parts.get(name, float("nan")) for t in trajectories], dtype=torch.float64)
         for name in names
     }
-
-
-def plan_microbatches(batch: Batch, *, max_tokens: int, unit: Level = "sequence") -> list[list[int]]:
-    """Rows of each micro-batch: at most `max_tokens` tokens (or a single unit that is longer), rows of similar length
-    together, since attention works per length; `unit="group"` never splits a group. Every row appears exactly once.
-    """
-    lengths = batch.lengths_S.tolist()
-    if unit == "group":
-        units: list[list[int]] = [[] for _ in range(batch.n_groups)]
-        for row, group in enumerate(batch.group_S.tolist()):
-            units[group].append(row)
-    else:
-        units = [[row] for row in range(len(lengths))]
-    units.sort(key=lambda rows: max(lengths[row] for row in rows))
-    plan: list[list[int]] = []
-    used = 0
-    for rows in units:
-        size = sum(lengths[row] for row in rows)
-        if plan and used + size <= max_tokens:
-            plan[-1].extend(rows)
-            used += size
-        else:
-            plan.append(list(rows))
-            used = size
-    return plan

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ratchet.batch import Batch, Level
 from ratchet.checkpoint.state import load_state, save_state
 from ratchet.config.schema import OptimizerConfig
-from ratchet.data.packing import plan_microbatches
 from ratchet.errors import TrainingError
 from ratchet.interfaces import LossTerm, Outputs, Shard
 from ratchet.learners.columns import SCALARS, Wanted, sequence_scores, state_values, token_columns
 from ratchet.learners.config import LocalConfig
+from ratchet.learners.plan import plan_microbatches
 from ratchet.learners.schedule import lr_factor
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.policy import PolicyModel
@@ -160,7 +160,7 @@ class LocalLearner:
         limit = self.config.micro_batch_tokens
         if limit == "auto":
             limit = MAX_MICRO_BATCH_TOKENS if self.device.type == "cpu" else MAX_MICRO_BATCH_TOKENS_GPU
-        return plan_microbatches(batch, max_tokens=int(limit), unit=self.unit)
+        return plan_microbatches(batch, max_tokens=int(limit), unit=self.unit, shares=self.model.shares_prefixes)
 
     def _outputs(self, micro: Batch, needs: Collection[str], *, measured: Collection[str] = ()) -> Outputs:
         given = micro.has("teacher_ids")

@@ -1,9 +1,11 @@
 """Attention over packed sequences for the learner: exact per sequence, nothing leaks between neighbours.
 
 Neighbours of similar length share one causal call, right-padded inside the call only (a causal query never sees the padding
-behind it). Equal lengths, the common case, are a plain view. Everything outside attention stays padding-free.
+behind it). Equal lengths, the common case, are a plain view. Everything outside attention stays padding-free. Segments of a
+tree, whose past was computed elsewhere, share masked calls in the same way.
 
-T = tokens, H = query heads, K = key/value heads, D = head_dim.
+T = tokens, H = query heads, K = key/value heads, D = head_dim, R = segments of a call, P = most tokens of their pasts, L = most
+of their own.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from ratchet.models.prefixes import PrefixTree, Segment
 
 WASTE = 1.25  # a call may compute at most this many times its real tokens; a call more costs about as much on a CPU
 
@@ -57,14 +62,64 @@ class PackedAttention:
 
 
 def _attend(bucket: Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    def rows(x: Tensor) -> Tensor:  # [T, heads, D] -> [rows, heads, longest, D]
-        cells = x if bucket.padding is None else _Pad.apply(x, bucket.padding)
-        return cells.view(bucket.rows, bucket.longest, *x.shape[1:]).transpose(1, 2)
+    grouped = q_THD.shape[1] != k_TKD.shape[1]
+    q, k, v = (_cells(bucket, x) for x in (q_THD, k_TKD, v_TKD))
+    return _tokens(bucket, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped))
+
+
+def _cells(bucket: Bucket, x: Tensor) -> Tensor:
+    """[tokens, heads, D] -> [rows, heads, longest, D]"""
+    cells = x if bucket.padding is None else _Pad.apply(x, bucket.padding)
+    return cells.view(bucket.rows, bucket.longest, *x.shape[1:]).transpose(1, 2)
+
+
+def _tokens(bucket: Bucket, out: Tensor) -> Tensor:
+    """The way back."""
+    cells = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
+    return cells if bucket.padding is None else _Unpad.apply(cells, bucket.padding)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """One attention call over consecutive segments of a tree, each with a past.
+
+    keys: int64 [R * (P + L)], the token that fills each cell of keys and values: the past, then the segment; padding repeats a
+    real token. seen: bool [R or 1, 1, L, P + L], what each query attends to.
+    """
+
+    own: Bucket
+    keys: Tensor
+    seen: Tensor
+
+
+class TreeAttention:
+    """`attend` of `Decoder.forward` for the distinct tokens of a tree, in the order of its segments."""
+
+    def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
+        roots = [segment for segment in tree.segments if not segment.begin]
+        self.roots = sum(segment.length for segment in roots)
+        self.whole = PackedAttention([segment.length for segment in roots], device)
+        self.branches = [_branches(tree, run, device) for run in _branch_runs(tree.segments[len(roots) :])]
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        first = slice(0, self.roots)
+        parts = [self.whole(layer, q_THD[first], k_TKD[first], v_TKD[first])]
+        queries = q_THD[self.roots :].split([branches.own.tokens for branches in self.branches])
+        for branches, q in zip(self.branches, queries, strict=True):
+            parts.append(_attend_past(branches, q, k_TKD, v_TKD))
+        return torch.cat(parts)
+
+
+def _attend_past(branches: Branches, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    own = branches.own
+
+    def past(x: Tensor) -> Tensor:  # [T, heads, D] -> [R, heads, P + L, D]
+        return x.index_select(0, branches.keys).view(own.rows, -1, *x.shape[1:]).transpose(1, 2)
 
     grouped = q_THD.shape[1] != k_TKD.shape[1]
-    out = F.scaled_dot_product_attention(rows(q_THD), rows(k_TKD), rows(v_TKD), is_causal=True, enable_gqa=grouped)
-    cells = out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])
-    return cells if bucket.padding is None else _Unpad.apply(cells, bucket.padding)
+    q = _cells(own, q_THD)
+    out = F.scaled_dot_product_attention(q, past(k_TKD), past(v_TKD), attn_mask=branches.seen, enable_gqa=grouped)
+    return _tokens(own, out)
 
 
 class _Pad(Function):
@@ -117,3 +172,38 @@ def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
     gather = starts_R[:, None] + torch.minimum(offsets, lengths_R[:, None] - 1)
     cells = (offsets < lengths_R[:, None]).flatten().nonzero()[:, 0]
     return Bucket(len(lengths), longest, tokens, Padding(gather.flatten().to(device), cells.to(device)))
+
+
+def _branch_runs(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Consecutive segments that share a call: a run ends where its padding would pass WASTE."""
+    runs: list[list[Segment]] = []
+    used = 0
+    for segment in segments:
+        cost = segment.length * segment.end
+        if runs:
+            run = [*runs[-1], segment]
+            own, past = max(s.length for s in run), max(s.begin for s in run)
+            if len(run) * own * (own + past) <= WASTE * (used + cost):
+                runs[-1].append(segment)
+                used += cost
+                continue
+        runs.append([segment])
+        used = cost
+    return runs
+
+
+def _branches(tree: PrefixTree, run: list[Segment], device: torch.device | str) -> Branches:
+    own = _bucket([segment.length for segment in run], device)
+    past = max(segment.begin for segment in run)
+    past_RP = np.stack([np.resize(tree.past(s), past) for s in run])
+    starts_R = np.array([s.start for s in run])
+    lengths_R = np.array([s.length for s in run])
+    offsets_L = np.arange(own.longest)
+    own_RL = starts_R[:, None] + np.minimum(offsets_L, lengths_R[:, None] - 1)
+    keys = torch.from_numpy(np.concatenate([past_RP, own_RL], axis=1).reshape(-1))
+    begins = sorted({s.begin for s in run})
+    begin_R = torch.tensor(begins if len(begins) == 1 else [s.begin for s in run])
+    causal_LL = torch.ones(own.longest, own.longest, dtype=torch.bool).tril()
+    behind_RLP = (torch.arange(past) < begin_R[:, None])[:, None].expand(-1, own.longest, -1)
+    seen = torch.cat([behind_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
+    return Branches(own, keys.to(device), seen[:, None].to(device))

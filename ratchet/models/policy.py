@@ -12,9 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ratchet.models.attention import PackedAttention
+from ratchet.models.attention import PackedAttention, TreeAttention
 from ratchet.models.decoder import Decoder
 from ratchet.models.hf import canonical_weights, save_decoder
+from ratchet.models.prefixes import PrefixTree
+
+WORTH = 0.9  # beginnings are shared where at most this part of the tokens is left: a call with a mask costs a little more
 
 
 class PolicyModel(nn.Module, ABC):
@@ -36,6 +39,11 @@ class PolicyModel(nn.Module, ABC):
     @abstractmethod
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion, as the model's own configuration says."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether `hidden` computes a beginning that sequences have in common once."""
+        return False
 
     @property
     @abstractmethod
@@ -91,6 +99,10 @@ class DecoderPolicy(PolicyModel):
         return self.decoder.config.eos_ids
 
     @property
+    def shares_prefixes(self) -> bool:
+        return True
+
+    @property
     def checkpointing(self) -> bool:
         return self.decoder.checkpointing
 
@@ -100,6 +112,10 @@ class DecoderPolicy(PolicyModel):
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
         assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        if len(lengths) > 1:
+            tree = PrefixTree.of(tokens_T.cpu().numpy(), lengths)
+            if len(tree.tokens_U) <= WORTH * len(tokens_T):
+                return self._shared(tokens_T, positions_T, tree)
         ascending = sorted(lengths)
         attend = PackedAttention(ascending, tokens_T.device)
         if ascending == list(lengths):
@@ -107,6 +123,11 @@ class DecoderPolicy(PolicyModel):
         # Sequences of like length share an attention call if they are neighbours: reorder once, not in every layer.
         order_T, inverse_T = (index.to(tokens_T.device) for index in _by_length(lengths))
         return self.decoder(tokens_T[order_T], positions_T[order_T], attend).index_select(0, inverse_T)
+
+    def _shared(self, tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree) -> Tensor:
+        tokens_U, distinct_T = (torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T))
+        attend = TreeAttention(tree, tokens_T.device)
+        return self.decoder(tokens_T[tokens_U], positions_T[tokens_U], attend).index_select(0, distinct_T)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         weight_Vd = self.decoder.head_weight

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.data.packing import pack, plan_microbatches
+from ratchet.data.packing import pack
 from ratchet.errors import DataError
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Cancelled, Failed, Scored, Truncated
@@ -99,20 +99,6 @@ def test_round_trip(shape):
         assert np.array_equal(batch.tokens_T[piece].numpy(), rows[row].tokens)
         assert np.array_equal(batch.rollout_logprobs_T[piece].numpy(), rows[row].rollout_logprobs)
         assert np.array_equal(batch.trainable_T[piece].numpy(), rows[row].trainable)
-
-
-@given(ragged, st.integers(1, 40), st.sampled_from(["sequence", "group"]))
-@settings(max_examples=100, deadline=None)
-def test_the_plan_covers_every_row_once_within_its_budget(shape, max_tokens, unit):
-    batch = pack(build(shape))
-    plan = plan_microbatches(batch, max_tokens=max_tokens, unit=unit)
-    assert sorted(row for rows in plan for row in rows) == list(range(batch.n_sequences))
-    for rows in plan:
-        units = {int(batch.group_S[row]) if unit == "group" else row for row in rows}
-        assert int(batch.lengths_S[rows].sum()) <= max_tokens or len(units) == 1
-    if unit == "group":
-        parts = [{int(batch.group_S[row]) for row in rows} for rows in plan]
-        assert sum(map(len, parts)) == batch.n_groups
 
 
 @given(ragged, st.randoms(use_true_random=False))

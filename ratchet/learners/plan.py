@@ -1,0 +1,77 @@
+"""The plan that cuts a batch into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ratchet.batch import Batch, Level
+from ratchet.models.prefixes import Index, shared_beginning
+
+WORTH = 0.1  # rows of a group stay together where that saves at least this part of their tokens
+
+
+class Family(NamedTuple):
+    """Rows that stay together; tokens: how many the model computes for them."""
+
+    rows: list[int]
+    tokens: int
+    longest: int
+
+
+def plan_microbatches(batch: Batch, *, max_tokens: int, unit: Level = "sequence", shares: bool = False) -> list[list[int]]:
+    """Rows of each micro-batch: at most `max_tokens` tokens (or a single unit that is longer), rows of similar length
+    together, since attention works per length; `unit="group"` never splits a group. Every row appears exactly once.
+
+    shares: the model computes a beginning that rows have in common once. Then attempts at a prompt go together, and their
+    prompt counts once.
+    """
+    lengths = batch.lengths_S.tolist()
+    rows_G: list[list[int]] = [[] for _ in range(batch.n_groups)]
+    for row, group in enumerate(batch.group_S.tolist()):
+        rows_G[group].append(row)
+    families: list[Family] = []
+    if not shares:
+        units = rows_G if unit == "group" else [[row] for row in range(len(lengths))]
+        families = [_family(rows, lengths, 0) for rows in units]
+    else:
+        tokens = np.split(batch.tokens_T.cpu().numpy(), np.cumsum(lengths)[:-1]) if lengths else []
+        for rows in rows_G:
+            families += _families(rows, lengths, tokens, whole=unit == "group", max_tokens=max_tokens)
+    families.sort(key=lambda family: family.longest)
+    plan: list[list[int]] = []
+    used = 0
+    for family in families:
+        if plan and used + family.tokens <= max_tokens:
+            plan[-1].extend(family.rows)
+            used += family.tokens
+        else:
+            plan.append(list(family.rows))
+            used = family.tokens
+    return plan
+
+
+def _family(rows: list[int], lengths: Sequence[int], common: int) -> Family:
+    sizes = [lengths[row] for row in rows]
+    return Family(rows, sum(sizes) - common * (len(rows) - 1), max(sizes))
+
+
+def _families(
+    rows: list[int], lengths: Sequence[int], tokens: Sequence[Index], *, whole: bool, max_tokens: int
+) -> Iterator[Family]:
+    """The rows of one group: together, in as many pieces as their size asks for; or each alone where little is shared."""
+    common = shared_beginning([tokens[row] for row in rows])
+    if common * (len(rows) - 1) < WORTH * sum(lengths[row] for row in rows):
+        common = 0
+    if whole:
+        yield _family(rows, lengths, common)
+        return
+    piece: list[int] = []
+    for row in sorted(rows, key=lambda row: lengths[row]):
+        if piece and (not common or _family([*piece, row], lengths, common).tokens > max_tokens):
+            yield _family(piece, lengths, common)
+            piece = []
+        piece.append(row)
+    yield _family(piece, lengths, common)

@@ -1,0 +1,89 @@
+"""A tree of beginnings computes what the sequences apart compute, in value and gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratchet.models import policy as policy_module
+from ratchet.models.config import DecoderConfig
+from ratchet.models.decoder import Decoder
+from ratchet.models.policy import DecoderPolicy
+from ratchet.models.prefixes import SHORTEST, PrefixTree, shared_beginning
+
+CONFIG = DecoderConfig(vocab_size=7, hidden_size=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, intermediate_size=24)
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[list[int]]:
+    """Rows that branch from one another at any place, some of them equal, in any order."""
+    token = st.integers(0, 6)
+    rows = [draw(st.lists(token, min_size=1, max_size=12))]
+    for _ in range(draw(st.integers(0, 9))):
+        base = draw(st.sampled_from(rows))
+        row = [*base[: draw(st.integers(0, len(base)))], *draw(st.lists(token, max_size=8))]
+        rows.append(row or [draw(token)])
+    return draw(st.permutations(rows))
+
+
+def laid(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    tokens = torch.tensor([token for row in rows for token in row])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return tokens, positions, [len(row) for row in rows]
+
+
+@given(families())
+def test_every_token_goes_where_its_whole_past_is_the_same(rows: list[list[int]]):
+    tokens, positions, lengths = laid(rows)
+    tree = PrefixTree.of(tokens.numpy(), lengths)
+    assert sorted(tree.tokens_U.tolist()) == sorted(set(tree.tokens_U.tolist()))
+    pasts: dict[int, tuple[int, ...]] = {}
+    start = 0
+    for row in rows:
+        for t in range(len(row)):
+            distinct = int(tree.distinct_T[start + t])
+            assert pasts.setdefault(distinct, tuple(row[: t + 1])) == tuple(row[: t + 1])
+        start += len(row)
+    assert len(pasts) == len(tree.tokens_U)
+    assert [int(positions[t]) for t in tree.tokens_U] == [len(pasts[u]) - 1 for u in range(len(tree.tokens_U))]
+
+
+def test_what_is_shared_by_hand():
+    prompt = [1, 2, 3, 4, 5]
+    rows = [[*prompt, 6], [0], [*prompt, 6, 6, 6, 6, 1], [*prompt], [*prompt, 6, 6, 6, 6, 2, 2]]
+    tree = PrefixTree.of(np.array([token for row in rows for token in row]), [len(row) for row in rows])
+    # the prompt; 0; of the three answers that begin with 6, two go on alike
+    assert [(s.begin, s.end) for s in tree.segments] == [(0, 1), (0, 5), (5, 6), (5, 9), (9, 10), (9, 11)]
+    assert shared_beginning([np.array([1, 2]), np.array([1, 2, 3])]) == 2
+    assert SHORTEST == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(families())
+def test_a_tree_equals_the_sequences_apart(rows: list[list[int]]):
+    net = DecoderPolicy(Decoder(CONFIG).init_weights(0).double())
+    tokens, positions, lengths = laid(rows)
+    weights = torch.randn(len(tokens), CONFIG.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tree = PrefixTree.of(tokens.numpy(), lengths)
+    found = net._shared(tokens, positions, tree)
+    slopes = torch.autograd.grad((found * weights).sum(), list(net.parameters()), allow_unused=True)
+    alone = torch.cat([net.hidden(row, torch.arange(len(row)), [len(row)]) for row in tokens.split(lengths)])
+    expected = torch.autograd.grad((alone * weights).sum(), list(net.parameters()), allow_unused=True)
+    torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-12)
+    for ours, theirs in zip(slopes, expected, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_sharing_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch):
+    net = DecoderPolicy(Decoder(CONFIG).init_weights(0))
+    calls = []
+    monkeypatch.setattr(
+        policy_module, "TreeAttention", lambda *a, real=policy_module.TreeAttention: calls.append(1) or real(*a)
+    )
+    net.hidden(*laid([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 0]]))
+    net.hidden(*laid([[1, 2, 3, 4, 5, 6], [0, 2, 3, 4, 5, 0]]))
+    assert calls == [1]
