@@ -61,8 +61,8 @@ class Request:
 class Core(Protocol):
     """What the asynchronous front drives: it owns the requests from `add` until it delivers, cancels or gives them back."""
 
-    version: int
-
+    @property
+    def version(self) -> int: ...
     @property
     def busy(self) -> bool: ...
     def add(self, request: Request) -> None: ...

@@ -19,6 +19,7 @@ class LocalConfig(Section):
         default="auto",
         description="Tokens of one forward and backward; more memory, not another result. A longer sequence goes alone.",
     )
+    workers: int = Field(default=1, ge=1, description="Micro-batches that are computed at once, on a CPU.")
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward: about a third more time for much less memory."
     )

@@ -6,8 +6,8 @@ T = tokens, S = sequences of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from ratchet.batch import Batch, Level
 from ratchet.checkpoint.state import load_state, save_state
 from ratchet.config.schema import OptimizerConfig
+from ratchet.crew import Crew, dealt
 from ratchet.errors import TrainingError
-from ratchet.interfaces import LossTerm, Outputs, Shard
-from ratchet.learners.columns import SCALARS, Wanted, sequence_scores, state_values, token_columns
+from ratchet.interfaces import LossTerm, Shard
+from ratchet.learners.columns import Wanted
 from ratchet.learners.config import LocalConfig
+from ratchet.learners.forward import Forward
 from ratchet.learners.plan import plan_microbatches
 from ratchet.learners.schedule import lr_factor
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.policy import PolicyModel
 
-PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
 MAX_MICRO_BATCH_TOKENS = 1024  # "auto" on a CPU: larger ones fall out of its cache and are slower
 MAX_MICRO_BATCH_TOKENS_GPU = 16384
 
@@ -51,43 +52,42 @@ class LocalLearner:
         autocast: bool = False,
         shared_vocab: int | None = None,
     ) -> None:
-        self.shared_vocab = shared_vocab
         self.model, self.config, self.head = model, config, head
         self.unit: Level = unit
-        self.device = next(model.parameters()).device
-        # Losses run in float32 or, for float64 models, in float64: never below.
-        self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        self.autocast = autocast
         model.checkpointing = config.activation_checkpointing
+        own = Forward(model, head, chunk_mib=config.logprob_chunk_mib, autocast=autocast, shared_vocab=shared_vocab)
+        self.device, self.dtype = own.device, own.dtype
+        self.crew = Crew(config.workers if self.device.type == "cpu" else 1)
+        # The first one's gradients are those that the optimizer reads.
+        self.hands = [own, *(own.twin() for _ in range(self.crew.size - 1))] if optimizer else [own] * self.crew.size
         self.schedule, self.total_steps = optimizer, total_steps
-        self.optimizer = None if optimizer is None else _adamw(self._named_parameters(), optimizer)
+        self.optimizer = None if optimizer is None else _adamw(own.parameters(), optimizer)
         self.steps_taken = 0  # counts optimizer steps, skipped ones included: the schedule is a function of it
         self.bad_steps = 0  # non-finite ones in a row
-
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        named = list(self.model.named_parameters())
-        if self.head is not None:
-            named += [(f"head.{name}", parameter) for name, parameter in self.head.named_parameters()]
-        return named
 
     # --- scoring
 
     async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
         columns: dict[str, Tensor] = {}
         starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
-        asked = Wanted.among(wanted, top_k=top_k, shared=self.shared_vocab)
-        with torch.no_grad():
-            for rows in self._plan(batch) or [[]]:  # an empty batch has columns too, of the right width
-                micro = batch.take(rows).to(self.device, self.dtype)
-                found = self._columns(micro, micro.predicted_T, wanted, asked)
-                spans = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
-                tokens = torch.cat(spans) if spans else slice(0)
-                for name in wanted:
-                    part = found[name].to("cpu")
-                    size = batch.n_sequences if name == "scores" else batch.n_tokens
-                    column = columns.setdefault(name, part.new_zeros(size, *part.shape[1:]))
-                    column[rows if name == "scores" else tokens] = part
+        plan = self._plan(batch) or [[]]  # an empty batch has columns too, of the right width
+        for rows, found in zip(plan, self._scored(batch, plan, wanted, top_k), strict=True):
+            spans = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
+            tokens = torch.cat(spans) if spans else slice(0)
+            for name in wanted:
+                part = found[name].to("cpu")
+                size = batch.n_sequences if name == "scores" else batch.n_tokens
+                column = columns.setdefault(name, part.new_zeros(size, *part.shape[1:]))
+                column[rows if name == "scores" else tokens] = part
         return columns
+
+    def _scored(self, batch: Batch, plan: Sequence[list[int]], wanted: Sequence[str], top_k: int) -> list[Mapping[str, Tensor]]:
+        def score(hand: Forward, rows: list[int]) -> Mapping[str, Tensor]:
+            asked = Wanted.among(wanted, top_k=top_k, shared=hand.shared_vocab)
+            with torch.no_grad():
+                return hand.columns(batch.take(rows).to(self.device, self.dtype), wanted, asked)
+
+        return self._shared_out(batch, plan, score)
 
     # --- updating
 
@@ -108,7 +108,7 @@ class LocalLearner:
         if not active:
             return {**metrics, "skipped_empty": 1.0}
         sums = self._accumulate(mini if len(active) == mini.n_sequences else mini.take(active), terms)
-        parameters = [parameter for _, parameter in self._named_parameters()]
+        parameters = [parameter for _, parameter in self.hands[0].parameters()]
         norm = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": norm}
         if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
@@ -125,26 +125,29 @@ class LocalLearner:
         return metrics
 
     def _accumulate(self, mini: Batch, terms: Sequence[LossTerm]) -> dict[str, Tensor]:
-        """Sums of losses and metrics over all micro-batches; gradients add up in `.grad`."""
-        needs = frozenset[str]().union(*(term.needs for term in terms))
-        # A term of coefficient 0 is only measured: what nothing else needs gets no gradient.
-        learned = frozenset[str]().union(*(term.needs for term in terms if mini.weights[term.name].coef))
+        """Sums of losses and metrics over all micro-batches; gradients add up in `.grad`. The same sums in the same order,
+        whoever is faster: a run can be repeated."""
         sums: dict[str, Tensor] = {}
-        for rows in self._plan(mini):
-            micro = mini.take(rows).to(self.device, self.dtype)
-            out = self._outputs(micro, needs, measured=needs - learned)
-            total = torch.zeros((), dtype=self.dtype, device=self.device)
-            for term in terms:
-                loss, measured = term(out, micro)
-                total = total + loss
-                named = {f"{term.name}/{key}": value for key, value in measured.items()}
-                if mini.weights[term.name].coef:
-                    named[term.name] = loss.detach()
-                for key, value in named.items():
-                    sums[key] = sums.get(key, 0.0) + value
-            sums["loss"] = sums.get("loss", 0.0) + total.detach()
-            total.backward()
+        for found in self._shared_out(mini, self._plan(mini), lambda hand, rows: hand.learn(mini.take(rows), terms)):
+            for key, value in found.items():
+                sums[key] = sums.get(key, 0.0) + value
+        for hand in self.hands[1:]:
+            _hand_over(hand, self.hands[0])
         return sums
+
+    def _shared_out(
+        self, batch: Batch, plan: Sequence[list[int]], work: Callable[[Forward, list[int]], Mapping[str, Tensor]]
+    ) -> list[Mapping[str, Tensor]]:
+        """What comes of each micro-batch, in order."""
+        lengths = batch.lengths_S.tolist()
+        shares = dealt([sum(lengths[row] for row in rows) for rows in plan], self.crew.size)
+
+        def some(hand: Forward, share: list[int]) -> list[Mapping[str, Tensor]]:
+            return [work(hand, plan[i]) for i in share]
+
+        done = self.crew.run([partial(some, hand, share) for hand, share in zip(self.hands, shares, strict=True)])
+        found = {i: part for share, parts in zip(shares, done, strict=True) for i, part in zip(share, parts, strict=True)}
+        return [found[i] for i in range(len(plan))]
 
     def _count_bad_step(self, norm: float, loss: float) -> None:
         self.bad_steps += 1
@@ -154,41 +157,12 @@ class LocalLearner:
                 "those before them: lower optimizer.lr"
             )
 
-    # --- the forward that both share
-
     def _plan(self, batch: Batch) -> list[list[int]]:
         limit = self.config.micro_batch_tokens
         if limit == "auto":
             limit = MAX_MICRO_BATCH_TOKENS if self.device.type == "cpu" else MAX_MICRO_BATCH_TOKENS_GPU
-        return plan_microbatches(batch, max_tokens=int(limit), unit=self.unit, shares=self.model.shares_prefixes)
-
-    def _outputs(self, micro: Batch, needs: Collection[str], *, measured: Collection[str] = ()) -> Outputs:
-        given = micro.has("teacher_ids")
-        wanted = Wanted.among(needs, given_ids=given, shared=self.shared_vocab, measured=measured)
-        columns = self._columns(micro, micro.predicted_T, needs, wanted)
-        if "old_logprobs" in needs:
-            own = micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
-            columns["old_logprobs"] = own.detach()
-        return Outputs(sequence_sum=micro.sequence_sum, **columns)
-
-    def _columns(self, micro: Batch, mask_T: Tensor, needs: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
-        hidden_Td = torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
-        if micro.n_tokens:
-            with self._precision():
-                hidden_Td = self.model.hidden(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
-        columns: dict[str, Tensor] = {}
-        if not PREDICTIONS.isdisjoint(needs):
-            rows = rows_per_chunk(self.config.logprob_chunk_mib, self.model.vocab_size, self.dtype)
-            columns |= token_columns(self.model.logits, hidden_Td, micro, mask_T, wanted, chunk_rows=rows)
-        if not SCALARS.isdisjoint(needs):
-            assert self.head is not None, "this role has no scalar head"
-            scalars_T = self.head(hidden_Td.to(self.dtype))
-            columns |= {"values": state_values(scalars_T, mask_T), "scores": sequence_scores(scalars_T, micro)}
-            columns["token_scores"] = scalars_T
-        return columns
-
-    def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+        shares = self.model.shares_prefixes
+        return plan_microbatches(batch, max_tokens=int(limit), unit=self.unit, shares=shares, hands=self.crew.size)
 
     # --- weights and state
 
@@ -198,7 +172,7 @@ class LocalLearner:
 
     def save(self, directory: Path) -> None:
         state: dict[str, object] = {"steps_taken": self.steps_taken, "bad_steps": self.bad_steps}
-        state["parameters"] = {name: parameter.detach() for name, parameter in self._named_parameters()}
+        state["parameters"] = {name: parameter.detach() for name, parameter in self.hands[0].parameters()}
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.state_dict()["state"]
         save_state(directory, state)
@@ -212,7 +186,7 @@ class LocalLearner:
         state = load_state(directory)
         self.steps_taken, self.bad_steps = state["steps_taken"], state["bad_steps"]
         with torch.no_grad():
-            for name, parameter in self._named_parameters():
+            for name, parameter in self.hands[0].parameters():
                 parameter.copy_(state["parameters"][name])
         if self.optimizer is not None:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
@@ -230,9 +204,12 @@ def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
     return counts_S.nonzero()[:, 0].tolist()
 
 
-def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """How many rows of logits fit into so many MiB; at least one."""
-    return max(1, mib * 2**20 // (vocab_size * dtype.itemsize))
+def _hand_over(source: Forward, target: Forward) -> None:
+    """Adds one's gradients to the other's, and leaves none."""
+    for (_, given), (_, kept) in zip(source.parameters(), target.parameters(), strict=True):
+        if given.grad is not None:
+            kept.grad = given.grad if kept.grad is None else kept.grad.add_(given.grad)
+            given.grad = None
 
 
 def _adamw(named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:

@@ -21,12 +21,15 @@ class Family(NamedTuple):
     longest: int
 
 
-def plan_microbatches(batch: Batch, *, max_tokens: int, unit: Level = "sequence", shares: bool = False) -> list[list[int]]:
+def plan_microbatches(
+    batch: Batch, *, max_tokens: int, unit: Level = "sequence", shares: bool = False, hands: int = 1
+) -> list[list[int]]:
     """Rows of each micro-batch: at most `max_tokens` tokens (or a single unit that is longer), rows of similar length
     together, since attention works per length; `unit="group"` never splits a group. Every row appears exactly once.
 
     shares: the model computes a beginning that rows have in common once. Then attempts at a prompt go together, and their
-    prompt counts once.
+    prompt counts once. hands: how many micro-batches are computed at a time; with more than one, they are made of
+    about one size, and their number a multiple of it.
     """
     lengths = batch.lengths_S.tolist()
     rows_G: list[list[int]] = [[] for _ in range(batch.n_groups)]
@@ -42,14 +45,18 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, unit: Level = "sequence"
             families += _families(rows, lengths, tokens, whole=unit == "group", max_tokens=max_tokens)
     families.sort(key=lambda family: family.longest)
     plan: list[list[int]] = []
-    used = 0
+    left = sum(family.tokens for family in families)
+    count = -(-left // (max_tokens * hands)) * hands  # micro-batches, if families were as fine as sand
+    used, aim = 0, 0.0
     for family in families:
-        if plan and used + family.tokens <= max_tokens:
+        if plan and used + family.tokens <= max_tokens and (hands == 1 or used + family.tokens / 2 <= aim):
             plan[-1].extend(family.rows)
             used += family.tokens
         else:
+            aim = left / max(count - len(plan), 1)
             plan.append(list(family.rows))
             used = family.tokens
+        left -= family.tokens
     return plan
 
 

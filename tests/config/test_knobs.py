@@ -16,7 +16,7 @@ import yaml
 from config.knobs_used import graded, use_all
 from sandbox.test_attacks import need
 
-import ratchet.learners.local
+import ratchet.learners.forward
 import ratchet.models.decoder
 from ratchet.build import build_arena, build_policy, build_run, freeze
 from ratchet.config.base import Section
@@ -26,7 +26,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig, SamplingConfig
 from ratchet.errors import TrainingError
 from ratchet.generators.engine.scheduler import Scheduler
-from ratchet.learners.local import LocalLearner
+from ratchet.learners.forward import Forward
 from ratchet.loop import train
 from ratchet.models.decoder import Decoder
 from ratchet.sandbox import Isolation
@@ -348,9 +348,9 @@ def costs(monkeypatch) -> dict[str, int]:
     def most(key, number):
         return lambda *a, **k: seen.update({key: max(seen[key], number(*a, **k))})
 
-    count(LocalLearner, "_outputs", add("microbatches"))
+    count(Forward, "outputs", add("microbatches"))
     count(ratchet.models.decoder, "checkpoint", add("recomputed"))
-    count(ratchet.learners.local, "token_columns", most("chunk_rows", lambda *a, chunk_rows, **k: chunk_rows))
+    count(ratchet.learners.forward, "token_columns", most("chunk_rows", lambda *a, chunk_rows, **k: chunk_rows))
     count(Scheduler, "_enter", add("prefills"))
     count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))
     count(Decoder, "forward", add("odd_rows", lambda _, rows, *a: torch.is_inference_mode_enabled() * len(rows) % 8))

@@ -101,7 +101,7 @@ def test_gradient_does_not_depend_on_order_or_head_chunks(name):
 def test_chunks_of_the_head_change_nothing(monkeypatch):
     batch, terms = prepared(ALGORITHMS["grpo"])
     whole, _ = gradient(learner(), batch, terms)
-    monkeypatch.setattr("ratchet.learners.local.rows_per_chunk", lambda *_: 3)
+    monkeypatch.setattr("ratchet.learners.forward.rows_per_chunk", lambda *_: 3)
     chunked, _ = gradient(learner(), batch, terms)
     torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-14)
 
@@ -291,8 +291,8 @@ def test_an_entropy_that_no_loss_uses_is_measured_without_gradient(tokens):
     found = asyncio.run(made.score(batch, ["entropy"]))["entropy"]
     assert float(sums["entropy/entropy"]) == pytest.approx(float(found[batch.trainable_T].mean()), rel=1e-12)
     micro = batch.take(weighing_rows(batch, terms))
-    assert made._outputs(micro, {"entropy"}).need("entropy").requires_grad
-    assert not made._outputs(micro, {"entropy"}, measured={"entropy"}).need("entropy").requires_grad
+    assert made.hands[0].outputs(micro, {"entropy"}).need("entropy").requires_grad
+    assert not made.hands[0].outputs(micro, {"entropy"}, measured={"entropy"}).need("entropy").requires_grad
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 4, VOCAB, VOCAB + 9])
@@ -316,7 +316,7 @@ def test_the_likeliest_tokens_and_the_rest_of_the_mass(top_k, tokens):
 @pytest.mark.parametrize("rows", [3, 10_000])
 def test_distillation_through_the_learner_is_the_kl_of_the_two_models(rows, monkeypatch):
     """Forward KL over the whole vocabulary and over the likeliest tokens, by the models' own softmax; value and gradient."""
-    monkeypatch.setattr("ratchet.learners.local.rows_per_chunk", lambda *_: rows)
+    monkeypatch.setattr("ratchet.learners.forward.rows_per_chunk", lambda *_: rows)
     batch, teacher = pack(groups()), learner(net=model(seed=4))
     for top_k, all_of_it in ((0, True), (3, False)):
         algorithm = construct(resolve("algorithm", {"kind": "distill_off_policy", "teacher": "x", "top_k": top_k or None}))

@@ -12,6 +12,7 @@ from ratchet.generators.engine.cache import default_budget
 from ratchet.generators.engine.rows import stable_rows
 from ratchet.generators.engine.scheduler import GIB, Limits, Scheduler
 from ratchet.generators.engine.stopping import TextDecoder
+from ratchet.generators.engine.team import Team
 from ratchet.generators.front import Front
 from ratchet.models.decoder import Decoder
 from ratchet.models.hf import canonical_weights
@@ -24,7 +25,7 @@ class Engine(Front):
     The asynchronous methods are those of `Generator`; `generate_all` is the same without an event loop.
     """
 
-    core: Scheduler
+    core: Scheduler | Team
 
     def __init__(self, config: EngineConfig, model: Decoder | PolicyModel, tokenizer: TextDecoder | None = None) -> None:
         decoder = model.decoder if isinstance(model, DecoderPolicy) else model
@@ -32,15 +33,16 @@ class Engine(Front):
             raise ModelError(f"the engine can't run a {type(model).__name__}: set generator.kind to hf, which runs any model")
         device = decoder.head_weight.device
         auto_rows, auto_cache = config.row_multiple == "auto", config.kv_cache_gib == "auto"
+        workers = config.workers if device.type == "cpu" else 1
         limits = Limits(
-            max_running=config.max_running,
-            kv_bytes=default_budget(device) if auto_cache else int(float(config.kv_cache_gib) * GIB),
+            max_running=-(-config.max_running // workers),
+            kv_bytes=(default_budget(device) if auto_cache else int(float(config.kv_cache_gib) * GIB)) // workers,
             prefill_tokens=config.prefill_tokens,
             row_multiple=stable_rows(decoder) if auto_rows else int(config.row_multiple),
         )
         positions = decoder.config.max_positions
         super().__init__(
-            Scheduler(decoder, limits),
+            Scheduler(decoder, limits) if workers == 1 else Team([Scheduler(decoder, limits) for _ in range(workers)]),
             canonical_weights(decoder),
             tokenizer,
             vocab_size=decoder.config.vocab_size,
