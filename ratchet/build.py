@@ -23,7 +23,7 @@ from ratchet.errors import ConfigError, DataError, MissingDependency, ModelError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
 from ratchet.evals.scores import ScoreEvaluator
-from ratchet.executors.machine import usable_cores
+from ratchet.executors.machine import operation_threads
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
@@ -303,15 +303,6 @@ SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, RolloutManager], St
 # --- from configuration
 
 
-def freeze(config: RunConfig) -> RunConfig:
-    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed run sees the same."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = usable_cores() if config.threads == "auto" else config.threads
-    return config.model_copy(update={"device": device, "threads": threads})
-
-
 def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
     """Refuses now what a stage, be it the last, would refuse when it starts: teachers that don't fit."""
     for index in range(first, len(config.stages)):
@@ -322,7 +313,8 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
 
 def build_policy(config: RunConfig) -> Policy:
     """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights. In float32:
-    bfloat16 weights would swallow small updates."""
+    bfloat16 weights would swallow small updates. Sets how many threads PyTorch gives an operation in this process."""
+    torch.set_num_threads(operation_threads(config))
     source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu")

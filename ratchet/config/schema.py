@@ -193,7 +193,9 @@ class RunConfig(Section):
     name: RunName = Field(default="run", description="By default the recipe's file name.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Of everything random.")
     device: Device = Field(default="auto", description="auto: cuda where there is one, else cpu.")
-    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(default="auto", description="CPU threads of one operation.")
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="CPU threads, which workers share."
+    )
     run_dir: str | None = Field(default=None, description="Where the run is written; null: runs/<name>. Never overwritten.")
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[Chosen, Slot("tokenizer")] = Field(default_factory=_default("tokenizer", "auto"))

@@ -3,8 +3,83 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+
+from ratchet.config.base import Section
+from ratchet.config.schema import RunConfig
+from ratchet.crew import Crew
+
+MOST_WORKERS = 4  # each has gradients of its own, which take as much memory as the weights
+CLEARLY = 1.2  # times faster: a busy machine disturbs either side
+ROUNDS = 5
 
 
 def usable_cores() -> int:
     """Cores that this process may run on (a container or `taskset` can allow fewer than the machine has)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def workers_for(threads: int) -> int:
+    """In how many parts so many threads best compute a batch of a small model: as many as there are threads, up to a few, each
+    part with its share of the threads; 1 where sharing every operation is clearly faster. Takes some milliseconds."""
+    workers = max(n for n in range(1, MOST_WORKERS + 1) if threads % n == 0)
+    if workers == 1:
+        return 1
+    import torch
+
+    crew, before = Crew(workers), torch.get_num_threads()
+    x, up, down = torch.randn(512, 128), torch.randn(128, 512) / 16, torch.randn(512, 128) / 32
+
+    def part() -> None:
+        with torch.inference_mode():
+            y = x
+            for _ in range(4):
+                y = y + torch.nn.functional.silu(torch.nn.functional.layer_norm(y, (128,)) @ up) @ down
+
+    try:
+        torch.set_num_threads(threads)
+        shared = _seconds(lambda: [part() for _ in range(workers)])
+        torch.set_num_threads(threads // workers)
+        apart = _seconds(lambda: crew.run([part] * workers))
+    finally:
+        torch.set_num_threads(before)
+    return 1 if shared * CLEARLY < apart else workers
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The quickest of a few, after one that warms up."""
+    taken: list[float] = []
+    for _ in range(1 + ROUNDS):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def freeze(config: RunConfig) -> RunConfig:
+    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed run sees the same."""
+    import torch
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = usable_cores() if config.threads == "auto" else config.threads
+    sections = [section for stage in config.stages for section in (stage.learner, stage.generator)]
+    asked = any(getattr(section, "workers", 1) == "auto" for section in sections)
+    workers = workers_for(threads) if asked and device == "cpu" else 1
+
+    def frozen(section: Section) -> Section:
+        return section.model_copy(update={"workers": workers}) if getattr(section, "workers", 1) == "auto" else section
+
+    stages = tuple(
+        stage.model_copy(update={"learner": frozen(stage.learner), "generator": frozen(stage.generator)})
+        for stage in config.stages
+    )
+    return config.model_copy(update={"device": device, "threads": threads, "stages": stages})
+
+
+def operation_threads(config: RunConfig) -> int:
+    """Threads that share one operation: those of a frozen run, over its workers."""
+    workers = [getattr(section, "workers", 1) for stage in config.stages for section in (stage.learner, stage.generator)]
+    return max(1, int(config.threads) // max(int(count) for count in workers))

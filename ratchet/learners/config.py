@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ratchet.config.base import Section
+from ratchet.config.base import AUTO_WORKERS, Section, Workers
 
 
 class LocalConfig(Section):
@@ -19,7 +19,7 @@ class LocalConfig(Section):
         default="auto",
         description="Tokens of one forward and backward; more memory, not another result. A longer sequence goes alone.",
     )
-    workers: int = Field(default=1, ge=1, description="Micro-batches that are computed at once, on a CPU.")
+    workers: Workers = Field(default="auto", description="Micro-batches that are computed at once, on a CPU. " + AUTO_WORKERS)
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward: about a third more time for much less memory."
     )

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from ratchet.build import Policy, build_policy, freeze, template_of
+from ratchet.build import Policy, build_policy, template_of
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig
 from ratchet.data.tokenizer import load_tokenizer
 from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.executors.machine import freeze
 from ratchet.models.load import load_policy
 
 MODEL = "model"  # where a run leaves its trained model, as a Hugging Face directory

@@ -12,16 +12,16 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-import torch
 from rich.console import Console
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.build import Policy, build_policy, build_run, check_stages, freeze
+from ratchet.build import Policy, build_policy, build_run, check_stages
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
+from ratchet.executors.machine import freeze
 from ratchet.interfaces import Learner
 from ratchet.loop import train
 from ratchet.observe.alarms import RewardAlarms
@@ -112,7 +112,6 @@ class Session:
         self.measures: str | None = None  # what the latest stage was evaluated by
 
     async def run(self) -> int:
-        torch.set_num_threads(int(self.config.threads))
         with log_to(self.directory.log, console=self.console), stops_on_signals() as stop:
             log.info("%s", self.command)
             checkpoint = self.store.latest()

@@ -6,6 +6,7 @@ only names their version. Equal (prompt, sampling, weights) give equal completio
 
 from __future__ import annotations
 
+from ratchet.crew import own_threads
 from ratchet.errors import ModelError
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.cache import default_budget
@@ -33,7 +34,7 @@ class Engine(Front):
             raise ModelError(f"the engine can't run a {type(model).__name__}: set generator.kind to hf, which runs any model")
         device = decoder.head_weight.device
         auto_rows, auto_cache = config.row_multiple == "auto", config.kv_cache_gib == "auto"
-        workers = config.workers if device.type == "cpu" else 1
+        workers = own_threads(config.workers, device.type)
         limits = Limits(
             max_running=-(-config.max_running // workers),
             kv_bytes=(default_budget(device) if auto_cache else int(float(config.kv_cache_gib) * GIB)) // workers,
