@@ -26,17 +26,22 @@ def train(
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes; default: runs/<name>, numbered.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory.")] = None,
+    profile: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Profile N steps, after a few: a trace and a table in profile/.")
+    ] = None,
 ) -> None:
     """Train by a recipe, or continue an interrupted run."""
+    if profile is not None:  # before torch comes: its tracer would write progress notes of its own
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from ratchet.tools.train import resume_run, start_run
 
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
     command = " ".join(["ratchet", *sys.argv[1:]])
     if resume is not None:
-        raise typer.Exit(resume_run(resume, command=command))
+        raise typer.Exit(resume_run(resume, command=command, profile=profile))
     assert recipe is not None
-    raise typer.Exit(start_run(recipe, overrides or [], run_dir, command=command))
+    raise typer.Exit(start_run(recipe, overrides or [], run_dir, command=command, profile=profile))
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -19,6 +19,7 @@ from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import measure_groups
 from ratchet.interfaces import Learner, Link
 from ratchet.observe.metrics import MetricsManager
+from ratchet.observe.profile import Profiler
 from ratchet.types import Group
 
 Observer = Callable[[int, Mapping[str, float | None]], None]
@@ -66,6 +67,7 @@ class Run:
     save_every: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
+    profiler: Profiler | None = None
     _updates: list[dict[str, float]] = field(default_factory=list)  # of the step in progress
     _step_started: float = 0.0
 
@@ -77,13 +79,19 @@ class Run:
             if self.stop.signal:
                 return
             self._updates = []
+            if self.profiler is not None:
+                self.profiler.begin_step()
             self._step_started = time.monotonic()
             yield step
+            if self.profiler is not None:
+                self.profiler.end_step()
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Times a part of the step; tests break the process at the start of one."""
         faults.point(f"step.{name}")
-        return self.metrics.phase(name)
+        with self._profiled(name), self.metrics.phase(name):
+            yield
 
     def measure(self, role: str, numbers: Mapping[str, float]) -> None:
         """Metrics of one optimizer step; a batch with several keeps the mean of them."""
@@ -112,12 +120,14 @@ class Run:
         self.done = done = step + 1
         # A signal means: save now. Only the last step's evaluation is kept, as no later step could make up for it.
         if done == self.last_step or (self._due(done, self.evaluate_every) and not self.stop.signal):
-            await self.evaluate()
+            with self._profiled("evaluate"):
+                await self.evaluate()
         flushed = self.metrics.flush(done)
         for observe in self.observers:
             observe(done, flushed)
         if self.save is not None and (self._due(done, self.save_every) or self.stop.signal or done == self.last_step):
-            await self.save(done)
+            with self._profiled("save"):
+                await self.save(done)
 
     async def evaluate(self) -> dict[str, float]:
         """What the weights reach on held-out tasks as they are now; {} for a run without an evaluator."""
@@ -131,6 +141,9 @@ class Run:
     async def close(self) -> None:
         for manager in self.managers:
             await manager.close()
+
+    def _profiled(self, part: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.profiler is None else self.profiler.phase(part)
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and (done - self.origin) % every == 0

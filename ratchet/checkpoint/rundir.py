@@ -32,6 +32,7 @@ class RunDirectory:
         self.log = path / "run.log"
         self.summary = path / "summary.json"
         self.curve = path / "curve.svg"
+        self.profile = path / "profile"
         self._lock = path / ".lock"
 
     @contextmanager

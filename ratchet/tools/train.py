@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -31,13 +31,15 @@ from ratchet.observe.progress import show_progress
 from ratchet.observe.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
 from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.run import Progress, Run, StopRequest
+from ratchet.tools.profiling import profiled_stage, profiling
 from ratchet.tools.target import MODEL
 
 log = logging.getLogger("ratchet.train")
 
 
-def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, command: str) -> int:
-    """Trains by a recipe in a fresh directory. Returns the exit status: 0, or 128 + the signal that stopped it."""
+def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, command: str, profile: int | None = None) -> int:
+    """Trains by a recipe in a fresh directory. Returns the exit status: 0, or 128 + the signal that stopped it. profile: how
+    many steps; None: none."""
     config = freeze(load_config(recipe, overrides))
     path = run_dir or (Path(config.run_dir) if config.run_dir else _numbered(Path("runs") / config.name))
     directory = RunDirectory(path)
@@ -47,16 +49,16 @@ def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, c
         raise RunDirectoryError(f"{path} holds other files: choose a --run-dir that is empty or does not exist")
     with directory.locked():
         directory.settle(plain(config))
-        return _run(Session(config, directory, command))
+        return _run(Session(config, directory, command, profile))
 
 
-def resume_run(path: Path, *, command: str) -> int:
+def resume_run(path: Path, *, command: str, profile: int | None = None) -> int:
     """Continues the run in `path` from its newest whole checkpoint. A finished run only writes its results again."""
     directory = RunDirectory(path)
     if not directory.used:
         raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
     with directory.locked():
-        return _run(Session(load_config(directory.config), directory, command))
+        return _run(Session(load_config(directory.config), directory, command, profile))
 
 
 def _run(session: Session) -> int:
@@ -103,12 +105,13 @@ def stops_on_signals() -> Iterator[StopRequest]:
 class Session:
     """One process's share of a run: it picks up where the checkpoints end, and goes on to the last stage or to a signal."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, command: str) -> None:
-        self.config, self.directory, self.command = config, directory, command
+    def __init__(self, config: RunConfig, directory: RunDirectory, command: str, profile: int | None = None) -> None:
+        self.config, self.directory, self.command, self.profile = config, directory, command, profile
         self.console = Console()
         self.store = CheckpointStore(directory.checkpoints)
         self.summaries: list[StageSummary] = []  # of finished stages
         self.sinks = Sinks([])
+        self._profiled = 0  # the stage, where one is profiled
         self.measures: str | None = None  # what the latest stage was evaluated by
 
     async def run(self) -> int:
@@ -127,6 +130,7 @@ class Session:
                 gc.collect()
                 gc.freeze()
                 trained: Learner | None = None
+                self._profiled = profiled_stage(self.config, len(self.summaries))
                 for index in range(len(self.summaries), len(self.config.stages)):
                     trained = await self._stage(index, policy, stop, checkpoint)
                     if stop.signal is not None:
@@ -162,9 +166,8 @@ class Session:
         else:
             await self._measure_start(index, run, alike=before == self.measures)
         mode = self.config.logging.progress
-        with show_progress(
-            run.name, first_step=run.first_step, last_step=run.last_step, mode=mode, console=self.console
-        ) as show:
+        progress = show_progress(run.name, first_step=run.first_step, last_step=run.last_step, mode=mode, console=self.console)
+        with progress as show, self._profiling(index, run, policy):
             run.observers = (self.sinks.write, RewardAlarms(), show)
             try:
                 await train(run)
@@ -185,6 +188,11 @@ class Session:
             )
         self.summaries.append(_summary(run))
         return run.roles["policy"]
+
+    def _profiling(self, index: int, run: Run, policy: Policy) -> AbstractContextManager[None]:
+        if self.profile is None or index != self._profiled:
+            return nullcontext()
+        return profiling(run, policy, self.config, self.profile, self.directory.profile, self.console)
 
     async def _measure_start(self, index: int, run: Run, *, alike: bool) -> None:
         """Accuracy before the stage: what the stage before it reached, if that was measured in the same way."""

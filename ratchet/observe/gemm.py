@@ -1,0 +1,59 @@
+"""How fast matrix products are on this machine, with a run's own threads: what its phases are held against."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ratchet.crew import Crew
+
+ROUNDS = 5
+ROUND_S = 0.03  # long enough for the clock, short enough that a user does not wait
+SQUARE = {"cpu": 1024, "cuda": 8192}  # sides: products of this size are as fast as any
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """[rows, inner] x [inner, columns]"""
+
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flop(self) -> int:
+        return 2 * self.rows * self.inner * self.columns
+
+    def __str__(self) -> str:
+        return f"[{self.rows}, {self.inner}] x [{self.inner}, {self.columns}]"
+
+    @classmethod
+    def square(cls, device: str) -> Gemm:
+        side = SQUARE[device]
+        return cls(side, side, side)
+
+
+def gemm_rate(gemm: Gemm, *, device: torch.device, dtype: torch.dtype, workers: int) -> float:
+    """FLOP/s of so many workers that each compute this product, the best of a few rounds. Draws no random number."""
+    a = torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device).view(gemm.rows, gemm.inner).to(dtype)
+    b = torch.linspace(-1, 1, gemm.inner * gemm.columns, device=device).view(gemm.inner, gemm.columns).to(dtype)
+    crew = Crew(workers)
+    repeats = 1
+
+    def products() -> None:
+        for _ in range(repeats):
+            torch.mm(a, b)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        crew.run([products] * workers)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    seconds()  # warms up
+    while seconds() < ROUND_S:
+        repeats *= 2
+    return workers * repeats * gemm.flop / min(seconds() for _ in range(ROUNDS))

@@ -1,0 +1,112 @@
+"""What was found by profiling a few steps, as numbers and as the table that a user reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+OTHER = "other"  # packing, advantages, recording: what no phase covers
+GENERATES = "sample"  # the phase whose speed counts the tokens that were generated, not those that were computed
+
+
+@dataclass
+class Work:
+    """Of one phase, over all profiled steps. rows: went through the model's embedding. tokens: that the model was asked for,
+    0 where nobody counts them. flop: of matrix products."""
+
+    seconds: float = 0.0
+    rows: int = 0
+    forwards: int = 0
+    tokens: float = 0.0
+    flop: float = 0.0
+
+    @property
+    def padding(self) -> float | None:
+        """Share of the rows that stand for no token; None where it isn't known."""
+        return max(0.0, self.rows - self.tokens) / self.rows if self.rows and self.tokens else None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """first: step of the run, from 1 on. steps: that were profiled; asked: that were asked for. wall_s: of all of them, without
+    what is `apart_s` (evaluation, saving). unprofiled_s: a step's before the profiler was on, None for none. idle: share of the
+    wall in which `busy_of` had nothing to do. gemm: (what was measured, FLOP/s); shares are of the first."""
+
+    stage: str
+    first: int
+    steps: int
+    asked: int
+    phases: Mapping[str, Work]
+    generated: float
+    wall_s: float
+    apart_s: float
+    unprofiled_s: float | None
+    idle: float
+    busy_of: str
+    peak_bytes: int
+    gemm: Sequence[tuple[str, float]]
+
+    def share(self, phase: str) -> float:
+        return self.phases[phase].seconds / self.wall_s
+
+    def tokens_per_s(self, phase: str) -> float | None:
+        work = self.phases[phase]
+        count = self.generated if phase == GENERATES else work.rows
+        return count / work.seconds if count and work.seconds else None
+
+    def table(self) -> str:
+        """Plain ASCII, for any terminal and any file."""
+        rows = [HEADINGS, *(self._row(name) for name in self.phases), self._total()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+        lines = [
+            "  ".join([f"{first:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))])
+            for first, *cells in rows
+        ]
+        return "\n".join([self._title(), "", *lines, "", *self._notes()]) + "\n"
+
+    def _title(self) -> str:
+        last = self.first + self.steps - 1
+        which = f"step {self.first}" if self.steps == 1 else f"steps {self.first} to {last}"
+        short = "" if self.steps == self.asked else f" (of {self.asked} that were asked for: there were no more)"
+        return f"Profile of stage {self.stage}, {which}{short}"
+
+    def _row(self, name: str) -> Sequence[str]:
+        work, speed = self.phases[name], self.tokens_per_s(name)
+        rate = work.flop / work.seconds if work.seconds else 0.0
+        return (
+            name,
+            f"{work.seconds / self.steps:.4f}",
+            _percent(self.share(name)),
+            f"{speed:,.0f}" if speed else "-",
+            f"{work.rows / work.tokens:.3f}" if work.rows and work.tokens else "-",
+            f"{rate / 1e9:,.2f}" if rate else "-",
+            _percent(rate / self.gemm[0][1]) if rate else "-",
+        )
+
+    def _total(self) -> Sequence[str]:
+        rate = sum(work.flop for work in self.phases.values()) / self.wall_s
+        speed = self.generated / self.wall_s
+        shown = f"{speed:,.0f}" if speed else "-"
+        share = _percent(sum(self.share(name) for name in self.phases))
+        best = self.gemm[0][1]
+        return "step", f"{self.wall_s / self.steps:.4f}", share, shown, "-", f"{rate / 1e9:,.2f}", _percent(rate / best)
+
+    def _notes(self) -> list[str]:
+        padding = [(name, work.padding) for name, work in self.phases.items()]
+        known = ", ".join(f"{name} {_percent(share)}" for name, share in padding if share is not None)
+        before = f", {self.unprofiled_s:.4f} s before it" if self.unprofiled_s is not None else ""
+        return [
+            f"GEMM rate    {'; '.join(f'{rate / 1e9:,.2f} GFLOP/s, {what}' for what, rate in self.gemm)}",
+            f"padding      {known or 'nothing went through the model'} (share of the rows computed)",
+            f"idle         {_percent(self.idle)} of {self.busy_of}",
+            f"memory       {self.peak_bytes / 2**20:,.0f} MiB at most",
+            f"profiler     a step took {self.wall_s / self.steps:.4f} s under it{before}",
+            f"apart        {self.apart_s:.2f} s of evaluation and saving, in no number above",
+        ]
+
+
+HEADINGS = ("phase", "s/step", "share", "tokens/s", "rows/token", "GFLOP/s", "of GEMM rate")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
