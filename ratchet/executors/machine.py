@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -57,6 +59,22 @@ def _seconds(work: Callable[[], object]) -> float:
     return min(taken[1:])
 
 
+# Parameters of mallopt(3), and what they are set to.
+MALLOC = {-3: 2**30, -1: 2**31 - 1, -2: 64 * 2**20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+
+
+def prepare_process(config: RunConfig) -> None:
+    """What a frozen run asks of its process: so many threads for an operation; and memory that is freed stays with the process.
+    glibc gives large tensors back at every free, and the kernel clears each page of the next one anew."""
+    import torch
+
+    torch.set_num_threads(operation_threads(config))
+    if config.device == "cpu" and sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other libraries than glibc have none
+        for parameter, value in MALLOC.items() if mallopt is not None else ():
+            mallopt(parameter, value)
+
+
 def freeze(config: RunConfig) -> RunConfig:
     """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed run sees the same."""
     import torch
@@ -80,6 +98,7 @@ def freeze(config: RunConfig) -> RunConfig:
 
 
 def operation_threads(config: RunConfig) -> int:
-    """Threads that share one operation: those of a frozen run, over its workers."""
-    workers = [getattr(section, "workers", 1) for stage in config.stages for section in (stage.learner, stage.generator)]
-    return max(1, int(config.threads) // max(int(count) for count in workers))
+    """Threads that share one operation: the run's, over its workers. What is not frozen counts as all cores, and as one worker."""
+    threads = usable_cores() if config.threads == "auto" else config.threads
+    counts = [getattr(section, "workers", 1) for stage in config.stages for section in (stage.learner, stage.generator)]
+    return max(1, threads // max(1 if count == "auto" else count for count in counts))
