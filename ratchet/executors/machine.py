@@ -98,7 +98,7 @@ def freeze(config: RunConfig) -> RunConfig:
 
 
 def operation_threads(config: RunConfig) -> int:
-    """Threads that share one operation: the run's, over its workers. What is not frozen counts as all cores, and as one worker."""
+    """Threads that share one operation: the run's, over its workers. What is not frozen: all cores, one worker."""
     threads = usable_cores() if config.threads == "auto" else config.threads
     counts = [getattr(section, "workers", 1) for stage in config.stages for section in (stage.learner, stage.generator)]
     return max(1, threads // max(1 if count == "auto" else count for count in counts))
