@@ -64,12 +64,18 @@ MALLOC = {-3: 2**30, -1: 2**31 - 1, -2: 64 * 2**20}  # M_MMAP_THRESHOLD, M_TRIM_
 
 
 def prepare_process(config: RunConfig) -> None:
-    """What a frozen run asks of its process: so many threads for an operation; and memory that is freed stays with the process.
-    glibc gives large tensors back at every free, and the kernel clears each page of the next one anew."""
+    """What a frozen run asks of its process: so many threads for an operation, and memory that it keeps."""
     import torch
 
     torch.set_num_threads(operation_threads(config))
-    if config.device == "cpu" and sys.platform == "linux":
+    if config.device == "cpu":
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """glibc gives large tensors back at every free, and the kernel clears each page of the next one anew: from now on what is
+    freed stays with the process. Elsewhere nothing changes."""
+    if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other libraries than glibc have none
         for parameter, value in MALLOC.items() if mallopt is not None else ():
             mallopt(parameter, value)

@@ -1,0 +1,103 @@
+"""What a run takes from the machine is measured once, and then a fact of the run."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from ratchet.config.loader import load_config
+from ratchet.executors import machine
+from ratchet.executors.machine import freeze, operation_threads, prepare_process, usable_cores, workers_for
+
+RECIPE = {
+    "device": "cpu",
+    "model": {"preset": "tiny"},
+    "tokenizer": {"kind": "characters"},
+    "environment": {"kind": "sorting"},
+    "steps": 1,
+    "stages": [{"name": "a", "algorithm": {"kind": "sft"}}, {"name": "b", "algorithm": {"kind": "grpo", "group_size": 4}}],
+}
+
+
+def config(tmp_path, **changes):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(RECIPE | changes))
+    return load_config(path)
+
+
+def workers_of(made):
+    return [(stage.learner.workers, stage.generator.workers) for stage in made.stages]
+
+
+@pytest.mark.parametrize(("threads", "most"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 3), (7, 1), (8, 4)])
+def test_threads_are_shared_out_evenly_among_workers(threads, most, monkeypatch):
+    seconds = iter([2.0, 1.0])  # sharing every operation takes twice as long
+    monkeypatch.setattr(machine, "_seconds", lambda work: next(seconds))
+    before = torch.get_num_threads()
+    assert workers_for(threads) == most
+    assert torch.get_num_threads() == before
+
+
+def test_where_sharing_every_operation_is_clearly_faster_there_is_one_worker(monkeypatch):
+    for apart, expected in ((1.1, 2), (1.3, 1)):
+        seconds = iter([1.0, apart])
+        monkeypatch.setattr(machine, "_seconds", lambda work, seconds=seconds: next(seconds))
+        assert workers_for(2) == expected
+
+
+def test_the_probe_really_runs():
+    assert workers_for(2) in (1, 2)
+
+
+def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "workers_for", lambda threads: threads)
+    frozen = freeze(config(tmp_path, threads=2))
+    assert workers_of(frozen) == [(2, 2), (2, 2)]
+    assert operation_threads(frozen) == 1
+    assert workers_of(freeze(config(tmp_path, threads=2, learner={"workers": 1}))) == [(1, 2), (1, 2)]
+    assert freeze(config(tmp_path)).threads == usable_cores()
+    monkeypatch.setattr(machine, "workers_for", lambda threads: pytest.fail("nothing was left to measure"))
+    assert freeze(frozen) == frozen
+    assert "auto" not in {value for pair in workers_of(frozen) for value in pair}
+
+
+def test_one_worker_gets_all_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "workers_for", lambda threads: 1)
+    assert operation_threads(freeze(config(tmp_path, threads=6))) == 6
+    assert operation_threads(config(tmp_path)) == usable_cores()  # not frozen yet
+
+
+def test_the_process_gets_the_runs_threads(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        prepare_process(freeze(config(tmp_path, threads=2, learner={"workers": 1}, generator={"workers": 1})))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+FREED = """
+import resource, sys, torch
+from ratchet.executors.machine import keep_freed_memory
+torch.set_num_threads(1)
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+def faults():
+    torch.zeros(2**24).add_(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.zeros(2**24).add_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an allocator of another system")
+def test_freed_memory_stays_with_the_process():
+    def faults(mode):
+        done = subprocess.run([sys.executable, "-c", FREED, mode], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert 10 * faults("kept") < faults("given back")
