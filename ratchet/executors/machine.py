@@ -75,10 +75,11 @@ def prepare_process(config: RunConfig) -> None:
 def keep_freed_memory() -> None:
     """glibc gives large tensors back at every free, and the kernel clears each page of the next one anew: from now on what is
     freed stays with the process. Elsewhere nothing changes."""
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other libraries than glibc have none
-        for parameter, value in MALLOC.items() if mallopt is not None else ():
-            mallopt(parameter, value)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:  # other libraries than glibc have none
+        return
+    for parameter, value in MALLOC.items():
+        mallopt(parameter, value)
 
 
 def freeze(config: RunConfig) -> RunConfig:

@@ -24,6 +24,7 @@ from ratchet.config.keys import leaf_keys, section_of, slot_of
 from ratchet.config.kinds import section_class
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig, SamplingConfig
+from ratchet.crew import Crew
 from ratchet.errors import TrainingError
 from ratchet.executors.machine import freeze
 from ratchet.generators.engine.scheduler import Scheduler
@@ -332,7 +333,7 @@ def test_every_knob_of_the_tables_sections_is_turned():
 @pytest.fixture
 def costs(monkeypatch) -> dict[str, int]:
     """Counts of what those keys bound, while a run goes on."""
-    seen = {"microbatches": 0, "recomputed": 0, "chunk_rows": 0, "prefills": 0, "running": 0, "odd_rows": 0}
+    seen = {"microbatches": 0, "recomputed": 0, "chunk_rows": 0, "prefills": 0, "running": 0, "odd_rows": 0, "jobs": 0}
 
     def count(owner, name, note):
         original = getattr(owner, name)
@@ -352,6 +353,7 @@ def costs(monkeypatch) -> dict[str, int]:
     count(Forward, "outputs", add("microbatches"))
     count(ratchet.models.decoder, "checkpoint", add("recomputed"))
     count(ratchet.learners.forward, "token_columns", most("chunk_rows", lambda *a, chunk_rows, **k: chunk_rows))
+    count(Crew, "run", most("jobs", lambda crew, jobs: len(jobs)))
     count(Scheduler, "_enter", add("prefills"))
     count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))
     count(Decoder, "forward", add("odd_rows", lambda _, rows, *a: torch.is_inference_mode_enabled() * len(rows) % 8))
@@ -361,6 +363,8 @@ def costs(monkeypatch) -> dict[str, int]:
 # key, value, other value, what counts it, its relation to the first. Sums are taken in another order where `close`.
 COSTS = [
     ("learner__micro_batch_tokens", "auto", 20, "microbatches", lambda a, b: b > 4 * a, True),
+    ("learner__workers", 1, 3, "jobs", lambda a, b: (a, b) == (1, 3), True),
+    ("generator__workers", 1, 2, "jobs", lambda a, b: (a, b) == (1, 2), False),
     ("learner__activation_checkpointing", False, True, "recomputed", lambda a, b: a == 0 < b, False),
     ("learner__logprob_chunk_mib", 256, 1, "chunk_rows", lambda a, b: a // 256 == b == 2**20 // (24 * 4), False),
     ("generator__prefill_tokens", 2048, 8, "prefills", lambda a, b: b > a, False),
