@@ -23,16 +23,29 @@ class Crew:
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Their results, in order. Raises what the first of those raised that failed, after all have ended.
 
-        Modes of PyTorch that belong to a thread (no_grad, inference_mode, autocast) are for a job to enter.
+        Meanwhile each has its share of the threads that PyTorch gives an operation. Modes of PyTorch that belong to a thread
+        (no_grad, inference_mode, autocast) are for a job to enter.
         """
         if self._others is None or len(jobs) < 2:
             return [job() for job in jobs]
-        futures = [self._others.submit(job) for job in jobs[1:]]
+        import torch
+
+        threads = torch.get_num_threads()
+        share = max(1, threads // self.size)
+        futures = [self._others.submit(_limited, share, job) for job in jobs[1:]]
         try:
-            first = jobs[0]()
+            first = _limited(share, jobs[0])
         finally:
             wait(futures)
+            torch.set_num_threads(threads)
         return [first, *(future.result() for future in futures)]
+
+
+def _limited(threads: int, job: Callable[[], T]) -> T:
+    import torch
+
+    torch.set_num_threads(threads)  # of this thread
+    return job()
 
 
 def dealt(sizes: Sequence[int], hands: int) -> list[list[int]]:

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,18 @@ def test_an_error_waits_for_the_others():
         with pytest.raises(ValueError, match="broken"):
             Crew(2).run(jobs)
     assert ended == [1, 2]
+
+
+def test_each_job_has_its_share_of_the_threads_of_an_operation():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert Crew(2).run([torch.get_num_threads] * 2) == [2, 2]
+        assert Crew(8).run([torch.get_num_threads] * 8) == [1] * 8
+        assert Crew(2).run([torch.get_num_threads]) == [4]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_dealt_by_hand():

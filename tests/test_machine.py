@@ -9,7 +9,7 @@ import yaml
 
 from ratchet.config.loader import load_config
 from ratchet.executors import machine
-from ratchet.executors.machine import freeze, operation_threads, prepare_process, usable_cores, workers_for
+from ratchet.executors.machine import freeze, prepare_process, usable_cores, workers_for
 
 RECIPE = {
     "device": "cpu",
@@ -28,7 +28,7 @@ def config(tmp_path, **changes):
 
 
 def workers_of(made):
-    return [(stage.learner.workers, stage.generator.workers) for stage in made.stages]
+    return [stage.learner.workers for stage in made.stages]
 
 
 @pytest.mark.parametrize(("threads", "most"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 3), (7, 1), (8, 4)])
@@ -54,25 +54,17 @@ def test_the_probe_really_runs():
 def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "workers_for", lambda threads: threads)
     frozen = freeze(config(tmp_path, threads=2))
-    assert workers_of(frozen) == [(2, 2), (2, 2)]
-    assert operation_threads(frozen) == 1
-    assert workers_of(freeze(config(tmp_path, threads=2, learner={"workers": 1}))) == [(1, 2), (1, 2)]
+    assert workers_of(frozen) == [2, 2]
+    assert workers_of(freeze(config(tmp_path, threads=2, learner={"workers": 1}))) == [1, 1]
     assert freeze(config(tmp_path)).threads == usable_cores()
     monkeypatch.setattr(machine, "workers_for", lambda threads: pytest.fail("nothing was left to measure"))
     assert freeze(frozen) == frozen
-    assert "auto" not in {value for pair in workers_of(frozen) for value in pair}
-
-
-def test_one_worker_gets_all_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "workers_for", lambda threads: 1)
-    assert operation_threads(freeze(config(tmp_path, threads=6))) == 6
-    assert operation_threads(config(tmp_path)) == usable_cores()  # not frozen yet
 
 
 def test_the_process_gets_the_runs_threads(tmp_path):
     before = torch.get_num_threads()
     try:
-        prepare_process(freeze(config(tmp_path, threads=2, learner={"workers": 1}, generator={"workers": 1})))
+        prepare_process(freeze(config(tmp_path, threads=2)))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -22,27 +22,26 @@ import protocol
 
 import ratchet as rt
 from ratchet.config.base import Section
+from ratchet.executors.machine import keep_freed_memory
 from ratchet.generators.config import EngineConfig
-from ratchet.learners.config import LocalConfig
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The driver's options. Sets how many threads PyTorch gives an operation: workers are threads too, and share them."""
+    """The driver's options. Prepares this process as a run does."""
     parser.add_argument("--workers", type=int, default=0, help="threads that each take parts of a batch; 0: as many as threads")
     options = parser.parse_args()
-    options.workers = (options.workers or options.threads) if "workers" in LocalConfig.model_fields else 1
-    if options.device != "cpu":
-        options.workers = 1
-    threads = max(1, options.threads // options.workers)
-    protocol.quiet_offline(threads)
+    options.workers = options.workers or options.threads if options.device == "cpu" else 1
+    protocol.quiet_offline(options.threads)
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
+    if options.device == "cpu":
+        keep_freed_memory()
     return options
 
 
 def section(kind: type[Section], options: argparse.Namespace, **keys: Any) -> Any:
-    """LocalConfig or EngineConfig, with the workers where it knows them."""
+    """LocalConfig with the workers, or EngineConfig."""
     return kind(**({"workers": options.workers} if "workers" in kind.model_fields else {}), **keys)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
-
-Workers = Annotated[int, Field(ge=1)] | Literal["auto"]
-AUTO_WORKERS = "auto: a few, as `threads` allows, where that is quicker; measured when the run starts."
 
 
 class Section(BaseModel):

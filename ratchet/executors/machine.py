@@ -42,7 +42,6 @@ def workers_for(threads: int) -> int:
     try:
         torch.set_num_threads(threads)
         shared = _seconds(lambda: [part() for _ in range(workers)])
-        torch.set_num_threads(threads // workers)
         apart = _seconds(lambda: crew.run([part] * workers))
     finally:
         torch.set_num_threads(before)
@@ -67,7 +66,7 @@ def prepare_process(config: RunConfig) -> None:
     """What a frozen run asks of its process: so many threads for an operation, and memory that it keeps."""
     import torch
 
-    torch.set_num_threads(operation_threads(config))
+    torch.set_num_threads(usable_cores() if config.threads == "auto" else config.threads)
     if config.device == "cpu":
         keep_freed_memory()
 
@@ -90,22 +89,11 @@ def freeze(config: RunConfig) -> RunConfig:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = usable_cores() if config.threads == "auto" else config.threads
-    sections = [section for stage in config.stages for section in (stage.learner, stage.generator)]
-    asked = any(getattr(section, "workers", 1) == "auto" for section in sections)
+    asked = any(getattr(stage.learner, "workers", 1) == "auto" for stage in config.stages)
     workers = workers_for(threads) if asked and device == "cpu" else 1
 
-    def frozen(section: Section) -> Section:
-        return section.model_copy(update={"workers": workers}) if getattr(section, "workers", 1) == "auto" else section
+    def frozen(learner: Section) -> Section:
+        return learner.model_copy(update={"workers": workers}) if getattr(learner, "workers", 1) == "auto" else learner
 
-    stages = tuple(
-        stage.model_copy(update={"learner": frozen(stage.learner), "generator": frozen(stage.generator)})
-        for stage in config.stages
-    )
+    stages = tuple(stage.model_copy(update={"learner": frozen(stage.learner)}) for stage in config.stages)
     return config.model_copy(update={"device": device, "threads": threads, "stages": stages})
-
-
-def operation_threads(config: RunConfig) -> int:
-    """Threads that share one operation: the run's, over its workers. What is not frozen: all cores, one worker."""
-    threads = usable_cores() if config.threads == "auto" else config.threads
-    counts = [getattr(section, "workers", 1) for stage in config.stages for section in (stage.learner, stage.generator)]
-    return max(1, threads // max(1 if count == "auto" else count for count in counts))

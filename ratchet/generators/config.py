@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ratchet.config.base import AUTO_WORKERS, Section, Workers
+from ratchet.config.base import Section
 
 
 class EngineConfig(Section):
@@ -16,7 +16,6 @@ class EngineConfig(Section):
 
     kind: Literal["engine"] = "engine"
     max_running: int = Field(1024, ge=1, description="Requests that are generated at the same time; the others wait.")
-    workers: Workers = Field("auto", description="Threads that each generate a part of the requests, on a CPU. " + AUTO_WORKERS)
     max_context: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Tokens of prompt and completion together; null: as many as the model has positions."
     )

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ratchet.config.base import AUTO_WORKERS, Section, Workers
+from ratchet.config.base import Section
 
 
 class LocalConfig(Section):
@@ -19,7 +19,11 @@ class LocalConfig(Section):
         default="auto",
         description="Tokens of one forward and backward; more memory, not another result. A longer sequence goes alone.",
     )
-    workers: Workers = Field(default="auto", description="Micro-batches that are computed at once, on a CPU. " + AUTO_WORKERS)
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Micro-batches that are computed at once, on a CPU, each by its share of `threads`; auto: a few, where it is "
+        "quicker, measured when the run starts.",
+    )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward: about a third more time for much less memory."
     )

@@ -364,7 +364,6 @@ def costs(monkeypatch) -> dict[str, int]:
 COSTS = [
     ("learner__micro_batch_tokens", "auto", 20, "microbatches", lambda a, b: b > 4 * a, True),
     ("learner__workers", 1, 3, "jobs", lambda a, b: (a, b) == (1, 3), True),
-    ("generator__workers", 1, 2, "jobs", lambda a, b: (a, b) == (1, 2), False),
     ("learner__activation_checkpointing", False, True, "recomputed", lambda a, b: a == 0 < b, False),
     ("learner__logprob_chunk_mib", 256, 1, "chunk_rows", lambda a, b: a // 256 == b == 2**20 // (24 * 4), False),
     ("generator__prefill_tokens", 2048, 8, "prefills", lambda a, b: b > a, False),

@@ -6,14 +6,12 @@ only names their version. Equal (prompt, sampling, weights) give equal completio
 
 from __future__ import annotations
 
-from ratchet.crew import own_threads
 from ratchet.errors import ModelError
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.cache import default_budget
 from ratchet.generators.engine.rows import stable_rows
 from ratchet.generators.engine.scheduler import GIB, Limits, Scheduler
 from ratchet.generators.engine.stopping import TextDecoder
-from ratchet.generators.engine.team import Team
 from ratchet.generators.front import Front
 from ratchet.models.decoder import Decoder
 from ratchet.models.hf import canonical_weights
@@ -26,7 +24,7 @@ class Engine(Front):
     The asynchronous methods are those of `Generator`; `generate_all` is the same without an event loop.
     """
 
-    core: Scheduler | Team
+    core: Scheduler
 
     def __init__(self, config: EngineConfig, model: Decoder | PolicyModel, tokenizer: TextDecoder | None = None) -> None:
         decoder = model.decoder if isinstance(model, DecoderPolicy) else model
@@ -34,16 +32,15 @@ class Engine(Front):
             raise ModelError(f"the engine can't run a {type(model).__name__}: set generator.kind to hf, which runs any model")
         device = decoder.head_weight.device
         auto_rows, auto_cache = config.row_multiple == "auto", config.kv_cache_gib == "auto"
-        workers = own_threads(config.workers, device.type)
         limits = Limits(
-            max_running=-(-config.max_running // workers),
-            kv_bytes=(default_budget(device) if auto_cache else int(float(config.kv_cache_gib) * GIB)) // workers,
+            max_running=config.max_running,
+            kv_bytes=default_budget(device) if auto_cache else int(float(config.kv_cache_gib) * GIB),
             prefill_tokens=config.prefill_tokens,
             row_multiple=stable_rows(decoder) if auto_rows else int(config.row_multiple),
         )
         positions = decoder.config.max_positions
         super().__init__(
-            Scheduler(decoder, limits) if workers == 1 else Team([Scheduler(decoder, limits) for _ in range(workers)]),
+            Scheduler(decoder, limits),
             canonical_weights(decoder),
             tokenizer,
             vocab_size=decoder.config.vocab_size,
