@@ -24,6 +24,7 @@ import ratchet as rt
 from ratchet.config.base import Section
 from ratchet.executors.machine import keep_freed_memory
 from ratchet.generators.config import EngineConfig
+from ratchet.learners.config import LocalConfig
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:

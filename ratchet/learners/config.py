@@ -21,8 +21,8 @@ class LocalConfig(Section):
     )
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Micro-batches that are computed at once, on a CPU, each by its share of `threads`; auto: a few, where it is "
-        "quicker, measured when the run starts.",
+        description="Micro-batches that are computed at once, on a CPU, each by its share of `threads`; auto: a few, where "
+        "it is quicker, measured when the run starts.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward: about a third more time for much less memory."
