@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,36 +67,30 @@ def _triangle(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def gemm_rate(threads: int, device: str = "cpu", seconds: float = 0.5) -> float:
-    """GFLOP/s of a large matrix product, the best of those that fit into `seconds`: float32, or bfloat16 on an accelerator."""
+def gemm_rate(threads: int, device: str = "cpu") -> float:
+    """GFLOP/s of a large matrix product: float32, or bfloat16 on an accelerator."""
     import torch
 
+    from ratchet.observe import gemm
+
     torch.set_num_threads(threads)
-    size, dtype = (1024, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
-    a, b = torch.ones(2, size, size, dtype=dtype, device=device)
-    return 2 * size**3 / _best(lambda: a @ b, device, seconds) / 1e9
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return gemm.gemm_rate(gemm.Gemm.square(torch.device(device).type), device=torch.device(device), dtype=dtype) / 1e9
 
 
 def copy_rate(device: str, seconds: float = 0.5) -> float:
-    """GB/s that a copy within the device's memory reads and writes."""
+    """GB/s that a copy within the device's memory reads and writes, the best of those that fit into `seconds`."""
     import torch
 
     source = torch.ones(2**28, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _best(lambda: target.copy_(source), device, seconds) / 1e9
-
-
-def _best(work: Callable[[], object], device: str, seconds: float) -> float:
-    import torch
-
     best, deadline = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         start = time.perf_counter()
-        work()
-        if device != "cpu":
-            torch.cuda.synchronize(device)
+        target.copy_(source)
+        torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return best
+    return 2 * source.nbytes / best / 1e9
 
 
 if __name__ == "__main__":
@@ -103,6 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout needn't be installed
     rates = {"gflops": round(gemm_rate(options.threads, options.device), 1)}
     if options.device != "cpu":
         rates["gbytes_per_s"] = round(copy_rate(options.device), 1)

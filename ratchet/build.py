@@ -23,7 +23,6 @@ from ratchet.errors import ConfigError, DataError, MissingDependency, ModelError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
 from ratchet.evals.scores import ScoreEvaluator
-from ratchet.executors.machine import prepare_process
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
@@ -313,8 +312,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
 
 def build_policy(config: RunConfig) -> Policy:
     """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights. In float32:
-    bfloat16 weights would swallow small updates. Prepares this process for the run."""
-    prepare_process(config)
+    bfloat16 weights would swallow small updates."""
     source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu")

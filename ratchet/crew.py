@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -57,8 +57,3 @@ def dealt(sizes: Sequence[int], hands: int) -> list[list[int]]:
         loads[least] += sizes[piece]
         taken[least].append(piece)
     return [sorted(pieces) for pieces in taken]
-
-
-def own_threads(workers: int | Literal["auto"], device: str) -> int:
-    """How many parts are computed at once: what a run has frozen; elsewhere, and on an accelerator, one."""
-    return workers if isinstance(workers, int) and device == "cpu" else 1

@@ -23,7 +23,6 @@ import protocol
 import ratchet as rt
 from ratchet.config.base import Section
 from ratchet.executors.machine import keep_freed_memory
-from ratchet.generators.config import EngineConfig
 from ratchet.learners.config import LocalConfig
 
 
@@ -41,15 +40,10 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def section(kind: type[Section], options: argparse.Namespace, **keys: Any) -> Any:
-    """LocalConfig with the workers, or EngineConfig."""
-    return kind(**({"workers": options.workers} if "workers" in kind.model_fields else {}), **keys)
-
-
 def make_policy(options: argparse.Namespace, **keys: Any) -> rt.Policy:
     """The shared model with the embedded engine. keys: of `Policy.of`."""
     model = rt.load_policy(options.model, device=options.device)
-    return rt.Policy.of(model, rt.load_tokenizer(options.model), generator=section(EngineConfig, options), **keys)
+    return rt.Policy.of(model, rt.load_tokenizer(options.model), **keys)
 
 
 @dataclass
@@ -82,7 +76,7 @@ async def train(
         groups,
         rt.Sampling(max_new_tokens=options.new_tokens),
         rt.OptimizerConfig(lr=1e-4),
-        section(LocalConfig, options),
+        LocalConfig(workers=options.workers),
         rt.EvaluationConfig(tasks=0),
         seed=options.seed,
     )

@@ -22,7 +22,7 @@ def main() -> None:
     special = set(tokenizer.special_ids.values())
     rows = protocol.generation_workload(options, [i for i in range(tokenizer.vocab_size) if i not in special])
     slots = options.slots or len(rows)
-    engine = Engine(common.section(EngineConfig, options, max_running=slots), model)
+    engine = Engine(EngineConfig(max_running=slots), model)
     prompts = [row.prompt for row in rows]
     samplings = [rt.Sampling(max_new_tokens=row.new_tokens, seed=i) for i, row in enumerate(rows)]
 

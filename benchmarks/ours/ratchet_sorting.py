@@ -24,7 +24,7 @@ async def main() -> None:
     stage = config.stages[1]
     plan = replace(
         plan_of(config, 1),
-        learner=common.section(LocalConfig, options),
+        learner=LocalConfig(workers=options.workers),
         evaluation=stage.evaluation.model_copy(update={"every": options.every}),
         first_step=0,
     )

@@ -227,8 +227,8 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """A built-in environment says what it has; somebody else's is asked when the stage starts."""
     gives = getattr(stage.environment, "gives", None)
     if gives is not None and stage.source is not None and stage.source not in gives:
-        known = {kind: getattr(section_class("part", kind), "gives", ()) for kind in KINDS["part"]}
-        able = [kind for kind, found in known.items() if not isinstance(found, property) and stage.source in found]
+        # Those that are made of others have what the others have.
+        able = [kind for kind in KINDS["played"] if stage.source in getattr(section_class("played", kind), "gives", ())]
         yield _clash(
             f"algorithm {_kind(stage)} learns from {stage.source}, which environment {getattr(stage.environment, 'kind', '')} "
             f"doesn't have: set environment.kind to {' or '.join(able)}",

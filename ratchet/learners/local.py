@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ratchet.batch import Batch, Level
 from ratchet.checkpoint.state import load_state, save_state
 from ratchet.config.schema import OptimizerConfig
-from ratchet.crew import Crew, dealt, own_threads
+from ratchet.crew import Crew, dealt
 from ratchet.errors import TrainingError
 from ratchet.interfaces import LossTerm, Shard
 from ratchet.learners.columns import Wanted
@@ -57,7 +57,8 @@ class LocalLearner:
         model.checkpointing = config.activation_checkpointing
         own = Forward(model, head, chunk_mib=config.logprob_chunk_mib, autocast=autocast, shared_vocab=shared_vocab)
         self.device, self.dtype = own.device, own.dtype
-        self.crew = Crew(own_threads(config.workers, self.device.type))
+        # "auto" is a number in a run, which has measured it; an accelerator does one thing at a time.
+        self.crew = Crew(1 if config.workers == "auto" or self.device.type != "cpu" else config.workers)
         # The first one's gradients are those that the optimizer reads.
         self.hands = [own, *(own.twin() for _ in range(self.crew.size - 1))] if optimizer else [own] * self.crew.size
         self.schedule, self.total_steps = optimizer, total_steps

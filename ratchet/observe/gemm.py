@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ratchet.crew import Crew
-
 ROUNDS = 5
 ROUND_S = 0.03  # long enough for the clock, short enough that a user does not wait
 SQUARE = {"cpu": 1024, "cuda": 8192}  # sides: products of this size are as fast as any
@@ -35,20 +33,16 @@ class Gemm:
         return cls(side, side, side)
 
 
-def gemm_rate(gemm: Gemm, *, device: torch.device, dtype: torch.dtype, workers: int) -> float:
-    """FLOP/s of so many workers that each compute this product, the best of a few rounds. Draws no random number."""
+def gemm_rate(gemm: Gemm, *, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of this product by the threads that PyTorch has, the best of a few rounds. Draws no random number."""
     a = torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device).view(gemm.rows, gemm.inner).to(dtype)
     b = torch.linspace(-1, 1, gemm.inner * gemm.columns, device=device).view(gemm.inner, gemm.columns).to(dtype)
-    crew = Crew(workers)
     repeats = 1
-
-    def products() -> None:
-        for _ in range(repeats):
-            torch.mm(a, b)
 
     def seconds() -> float:
         start = time.perf_counter()
-        crew.run([products] * workers)
+        for _ in range(repeats):
+            torch.mm(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
@@ -56,4 +50,4 @@ def gemm_rate(gemm: Gemm, *, device: torch.device, dtype: torch.dtype, workers: 
     seconds()  # warms up
     while seconds() < ROUND_S:
         repeats *= 2
-    return workers * repeats * gemm.flop / min(seconds() for _ in range(ROUNDS))
+    return repeats * gemm.flop / min(seconds() for _ in range(ROUNDS))

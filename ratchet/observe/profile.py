@@ -185,12 +185,11 @@ class Profiler:
     def _gemm_rates(self, phases: Mapping[str, Work]) -> list[tuple[str, float]]:
         """Of a large product, then of the model's largest layer with as many rows as a forward mostly has."""
         subject = self.subject
-        workers = 1 if subject.device.type == "cuda" else max(1, subject.threads // torch.get_num_threads())
         most = max(phases.values(), key=lambda work: work.rows)
         own = Gemm(max(1, most.rows // max(1, most.forwards)), *subject.widest)
 
         def rate(gemm: Gemm) -> float:
-            return gemm_rate(gemm, device=subject.device, dtype=subject.dtype, workers=workers)
+            return gemm_rate(gemm, device=subject.device, dtype=subject.dtype)
 
         square = Gemm.square(subject.device.type)
         kind = str(subject.dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
-from ratchet.executors.machine import freeze
+from ratchet.executors.machine import freeze, prepare_process
 from ratchet.interfaces import Learner
 from ratchet.loop import train
 from ratchet.observe.alarms import RewardAlarms
@@ -115,6 +115,7 @@ class Session:
         self.measures: str | None = None  # what the latest stage was evaluated by
 
     async def run(self) -> int:
+        prepare_process(self.config)
         with log_to(self.directory.log, console=self.console), stops_on_signals() as stop:
             log.info("%s", self.command)
             checkpoint = self.store.latest()

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from experience.test_boundaries import EOS, SAMPLING, Digits
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.policy_gradient import GRPOConfig
@@ -17,18 +18,7 @@ from ratchet.experience.episode import Player
 from ratchet.experience.manager import RolloutManager
 from ratchet.interfaces import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeSource
-from ratchet.types import Failed, Message, Sampling, Scored, Task
-
-EOS = 99
-SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=5)
-
-
-class Digits:
-    def prompt(self, messages, tools=None):
-        return [int(c) for m in messages for c in m.text]
-
-    def parse(self, tokens, stop):
-        return Message("assistant", "".join(str(t) for t in tokens if t != EOS))
+from ratchet.types import Failed, Message, Scored, Task
 
 
 async def asked(deaths):

@@ -1,8 +1,12 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from ratchet.crew import Crew
 from ratchet.errors import ModelError
+from ratchet.learners.forward import Forward
 from ratchet.models.auto import TransformersPolicy
 from ratchet.models.load import load_policy
 
@@ -57,6 +61,26 @@ def test_packed_logits_are_the_model_s_own(loaded, reference_logits, ragged):
         found = policy.logits(policy.hidden(tokens, positions, lengths))
     assert expected.std() > 0.05
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_twins_in_two_threads_each_have_the_gradients_of_one(loaded, ragged):
+    _, policy, _ = loaded
+    tokens, positions, lengths = ragged
+    own = Forward(policy, None, chunk_mib=1, autocast=False, shared_vocab=None)
+
+    def backward(hand):
+        hand.model.logits(hand.model.hidden(tokens, positions, lengths)).logsumexp(-1).mean().backward()
+        found = [None if p.grad is None else p.grad.clone() for _, p in hand.parameters()]
+        hand.model.zero_grad()
+        return found
+
+    expected = backward(own)
+    for found in Crew(2).run([partial(backward, hand) for hand in (own, own.twin())]):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
 
 
 def test_gradients_are_the_model_s_own(loaded, reference_logits, ragged):

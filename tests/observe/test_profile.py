@@ -126,7 +126,7 @@ def test_the_rate_of_products_is_finite_and_draws_no_random_number() -> None:
     before = torch.get_rng_state()
     gemm = Gemm(4, 8, 16)
     assert gemm.flop == 1024
-    rate = gemm_rate(gemm, device=torch.device("cpu"), dtype=torch.float32, workers=2)
+    rate = gemm_rate(gemm, device=torch.device("cpu"), dtype=torch.float32)
     assert rate > 0
     assert math.isfinite(rate)
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,30 +1,17 @@
 """The pages on rewards: what they show runs as it stands, and what they list is what there is."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
+from pages import run, written
 
 from ratchet.config.kinds import KINDS, resolve, section_class
 
 
 @pytest.fixture
 def page(repository, tmp_path):
-    """The files of docs/write-a-reward.md, by name, as written into a directory."""
-    text = (repository / "docs" / "write-a-reward.md").read_text(encoding="utf-8")
-    files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
-    assert len(files) == text.count("```") // 2
-    for name, code in files.items():
-        (tmp_path / name).write_text(code, encoding="utf-8")
-    return files
-
-
-def run(tmp_path, *command):
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return written(repository / "docs" / "write-a-reward.md", tmp_path)
 
 
 def test_your_own_reward_trains_and_keeps_the_contract(page, tmp_path):

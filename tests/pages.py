@@ -1,0 +1,22 @@
+"""Documents whose code runs as it stands."""
+
+import re
+import subprocess
+import sys
+
+
+def written(page, directory):
+    """The files that a page shows, by name, and written into a directory: each begins with its name in a comment."""
+    text = page.read_text(encoding="utf-8")
+    files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
+    assert len(files) == text.count("```") // 2
+    for name, code in files.items():
+        (directory / name).write_text(code, encoding="utf-8")
+    return files
+
+
+def run(directory, *command):
+    """Python with these arguments, there: what it prints."""
+    done = subprocess.run([sys.executable, *command], cwd=directory, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
