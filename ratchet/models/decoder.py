@@ -50,9 +50,11 @@ class SelfAttention(nn.Module):
     def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
         c = self.config
         qkv = self.qkv_proj(x_Td).view(len(x_Td), -1, c.head_dim)
-        q_THD, k_TKD, v_TKD = qkv.split([c.n_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
-        q_THD = rotate(self.q_norm(q_THD), cos_T1D, sin_T1C)
-        k_TKD = rotate(self.k_norm(k_TKD), cos_T1D, sin_T1C)
+        qk, v_TKD = qkv.split([c.n_heads + c.n_kv_heads, c.n_kv_heads], dim=1)
+        if c.qk_norm:  # both at once, as a small model pays by the operation
+            weights = self.q_norm.weight.expand(c.n_heads, -1), self.k_norm.weight.expand(c.n_kv_heads, -1)
+            qk = rms_norm(qk, torch.cat(weights), c.norm_eps)
+        q_THD, k_TKD = rotate(qk, cos_T1D, sin_T1C).split([c.n_heads, c.n_kv_heads], dim=1)
         return self.o_proj(attend(self.layer, q_THD, k_TKD, v_TKD).flatten(1))
 
 

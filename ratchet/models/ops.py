@@ -8,6 +8,7 @@ T = tokens, H = heads, D = head_dim, C = D / 2, F = size of the gated layer.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch.autograd import Function
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension (arXiv:1910.07467, eq. 4), in the dtype of x; the mean
-    in float32 or better."""
+    """`weight * x / sqrt(mean(x^2) + eps)`, the mean over the last dimension (arXiv:1910.07467, eq. 4), in the dtype of x; the
+    mean in float32 or better. weight: of the last dimension, or of the last two (heads that differ)."""
     if x.is_cuda:  # one kernel there, forward and backward
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+        if weight.dim() == 1:
+            return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight.to(x.dtype)
     if not torch.is_grad_enabled():  # the same bits, without autograd's overhead: a decoding step is small
-        return _normalise(x, eps)[0].mul_(weight.to(x.dtype))
+        return _normalise(x, eps)[0].mul_(weight if weight.dtype == x.dtype else weight.to(x.dtype))
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -31,11 +34,15 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
 
     The tables come without gradient; C = D/2, as both of a pair turn by one angle, and `cos` holds it twice.
     """
+    if not torch.is_grad_enabled():
+        return _turn(x_THD, cos_T1D, sin_T1C, 1)
     return _Rotate.apply(x_THD, cos_T1D, sin_T1C)
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
     """`silu(gate) * up` of a [T, 2F] tensor whose halves they are (arXiv:2002.05202, eq. 6): [T, F]."""
+    if not torch.is_grad_enabled():
+        return _gated(gate_up_TF)
     return _SwiGLU.apply(gate_up_TF)
 
 
@@ -50,20 +57,31 @@ class _RMSNorm(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         """With r = (mean(x^2) + eps)^-1/2, n = x r and y = w n: dw = sum(g n), dx = r (g w - n mean(g w n))."""
         n, r, weight = ctx.saved_tensors
-        grad, n, scale, size = grads[0].to(r.dtype), n.to(r.dtype), weight.to(r.dtype), weight.shape[0]
+        grad, n, scale, size = grads[0].to(r.dtype), n.to(r.dtype), weight.to(r.dtype), weight.shape[-1]
         product = grad * n
-        grad_weight = product.reshape(-1, size).sum(0)
-        mean = (product @ scale).unsqueeze(-1).div_(size)
+        grad_weight = product.reshape(-1, *weight.shape).sum(0)
+        weighed = (product @ scale) if scale.dim() == 1 else (product * scale).sum(-1)
+        mean = weighed.unsqueeze(-1).div_(size)
         grad_x = (grad * scale).addcmul_(n, mean, value=-1).mul_(r)
         return grad_x.to(grads[0].dtype), grad_weight.to(weight.dtype), None
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x * r in the dtype of x, r in float32 or better) with r = (mean(x^2) + eps)^-1/2."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    # vector_norm sums squares without writing them out
-    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * r).to(x.dtype), r
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    size = x.shape[-1]
+    # sqrt(n) / hypot(|x|, sqrt(n eps)) is r in few operations; vector_norm sums squares without writing them out.
+    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    torch.div(_constant(size, r.dtype), r.hypot_(_constant(size * eps, r.dtype)), out=r)
+    n = wide * r
+    return (n if n.dtype == x.dtype else n.to(x.dtype)), r
+
+
+@cache
+def _constant(square: float, dtype: torch.dtype) -> Tensor:
+    """The root, as a tensor: an operation takes a Python number through a conversion that costs as much as a small operation."""
+    with torch.inference_mode(False):
+        return torch.tensor(square, dtype=dtype).sqrt_()
 
 
 class _Rotate(Function):
@@ -90,8 +108,7 @@ class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _gated(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -102,3 +119,8 @@ class _SwiGLU(Function):
         torch.mul(grads[0], F.silu(gate), out=grad_up)  # recomputed: cheaper than to keep
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
         return grad_gate_up
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

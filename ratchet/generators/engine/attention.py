@@ -32,10 +32,10 @@ class DecodeAttention:
     """
 
     def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
-        self.cache, self.rows = cache, len(positions_N)
+        self.cache, self.rows, self.positions_N = cache, len(positions_N), positions_N
+        self.slots_N = torch.arange(self.rows, device=positions_N.device)
         stride = _stride(cache.config.head_dim)
         self.length = min(-(-longest // stride) * stride, cache.capacity)
-        self.index = cache.index(torch.arange(self.rows, device=positions_N.device), positions_N)
         unseen_NL = torch.arange(self.length, device=positions_N.device) > positions_N[:, None]
         self.bias_N11L = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=unseen_NL.device)
         self.bias_N11L = self.bias_N11L.masked_fill_(unseen_NL, float("-inf"))[:, None, None]
@@ -43,7 +43,7 @@ class DecodeAttention:
         self.kernel = _tiled if exact else _fused
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        self.cache.write(layer, self.index, k_NKD, v_NKD)
+        self.cache.write(layer, self.slots_N, self.positions_N, k_NKD, v_NKD)
         q_NKGD = q_NHD.unflatten(1, (k_NKD.shape[1], -1))
         k_NKLD = self.cache.keys[layer][: self.rows, :, : self.length]
         v_NKLD = self.cache.values[layer][: self.rows, :, : self.length]
@@ -90,16 +90,17 @@ class _Bucket:
 class PrefillAttention:
     """Causal attention within each of the prompts laid end to end; tokens behind the last prompt are padding, and get 0.
 
-    sources [n], targets [n * K]: which tokens' keys and values go where in the cache (`KVCache.index`); a prompt that
-    several requests share goes to several slots.
+    sources, slots, positions: int64 [n], which tokens' keys and values go where in the cache; a prompt that several requests
+    share goes to several slots.
     """
 
-    def __init__(self, cache: KVCache, lengths: NDArray[np.int64], sources: Tensor, targets: Tensor) -> None:
-        self.cache, self.sources, self.targets = cache, sources, targets
+    def __init__(self, cache: KVCache, lengths: NDArray[np.int64], sources: Tensor, slots: Tensor, positions: Tensor) -> None:
+        self.cache, self.sources, self.slots, self.positions = cache, sources, slots, positions
         self.buckets = _buckets(lengths, sources.device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        self.cache.write(layer, self.targets, k_TKD.index_select(0, self.sources), v_TKD.index_select(0, self.sources))
+        k_nKD, v_nKD = k_TKD.index_select(0, self.sources), v_TKD.index_select(0, self.sources)
+        self.cache.write(layer, self.slots, self.positions, k_nKD, v_nKD)
         out_THD = torch.zeros_like(q_THD)
         for bucket in self.buckets:
             out_THD.index_copy_(0, bucket.tokens, _causal(bucket, q_THD, k_TKD, v_TKD))

@@ -63,14 +63,10 @@ class KVCache:
             used = store[:, :, :length]
             used.index_copy_(0, targets, used.index_select(0, sources))
 
-    def index(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """Where token `position` of each slot lies in a layer's [R * K * C, D], int64 [N * K]."""
-        heads = torch.arange(self.config.n_kv_heads, device=rows_N.device)
-        return ((rows_N[:, None] * self.config.n_kv_heads + heads) * self.capacity + positions_N[:, None]).flatten()
-
-    def write(self, layer: int, index: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
-        self.keys[layer].view(-1, self.config.head_dim).index_copy_(0, index, k_NKD.flatten(0, 1))
-        self.values[layer].view(-1, self.config.head_dim).index_copy_(0, index, v_NKD.flatten(0, 1))
+    def write(self, layer: int, rows_N: Tensor, positions_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
+        """Stores token `position` of each slot (int64 [N] both, no two alike)."""
+        self.keys[layer].transpose(1, 2).index_put_((rows_N, positions_N), k_NKD)
+        self.values[layer].transpose(1, 2).index_put_((rows_N, positions_N), v_NKD)
 
 
 def _power_of_two(n: int) -> int:

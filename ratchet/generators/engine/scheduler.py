@@ -194,8 +194,8 @@ class Scheduler:
         """Hidden states of sequences laid end to end, [T, d] and padding rows. Keys and values of token `sources[i]` go to
         `positions[i]` of slot `slots[i]`."""
         padding = (0, -len(tokens_T) % self.limits.row_multiple)
-        targets = self.cache.index(self._upload(slots), self._upload(positions))
-        attend = PrefillAttention(self.cache, lengths, self._upload(sources), targets)
+        places = (self._upload(x) for x in (sources, slots, positions))
+        attend = PrefillAttention(self.cache, lengths, *places)
         self.prefilled_tokens += len(tokens_T)
         return self.decoder(F.pad(tokens_T, padding), F.pad(self._upload(_counting(lengths)), padding), attend)
 

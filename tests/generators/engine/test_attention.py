@@ -68,7 +68,7 @@ def test_prompts_are_causal_alone_and_land_in_their_slots():
     sources = torch.cat([torch.arange(lengths[p]) + int(starts[p]) for _, p in slots])
     rows = torch.cat([torch.full((int(lengths[p]),), s) for s, p in slots])
     positions = torch.cat([torch.arange(lengths[p]) for _, p in slots])
-    out = PrefillAttention(cache, lengths, sources, cache.index(rows, positions))(0, q, k, v)
+    out = PrefillAttention(cache, lengths, sources, rows, positions)(0, q, k, v)
     assert not out[total:].any()
     for prompt, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         for i in range(length):
