@@ -22,6 +22,7 @@ from ratchet.interfaces import LossTerm, Shard
 from ratchet.learners.columns import Wanted
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.forward import Forward
+from ratchet.learners.optimizer import AdamW
 from ratchet.learners.plan import plan_microbatches
 from ratchet.learners.schedule import lr_factor
 from ratchet.models.heads import ScalarHead, save_head
@@ -62,7 +63,7 @@ class LocalLearner:
         # The first one's gradients are those that the optimizer reads.
         self.hands = [own, *(own.twin() for _ in range(self.crew.size - 1))] if optimizer else [own] * self.crew.size
         self.schedule, self.total_steps = optimizer, total_steps
-        self.optimizer = None if optimizer is None else _adamw(own.parameters(), optimizer)
+        self.optimizer = None if optimizer is None else AdamW(own.parameters(), optimizer)
         self.steps_taken = 0  # counts optimizer steps, skipped ones included: the schedule is a function of it
         self.bad_steps = 0  # non-finite ones in a row
 
@@ -119,9 +120,7 @@ class LocalLearner:
         self.bad_steps = 0
         if schedule.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, schedule.max_grad_norm, torch.tensor(norm))
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.lr * factor
-        optimizer.step()
+        optimizer.step(metrics["lr"])
         optimizer.zero_grad()
         return metrics
 
@@ -175,7 +174,7 @@ class LocalLearner:
         state: dict[str, object] = {"steps_taken": self.steps_taken, "bad_steps": self.bad_steps}
         state["parameters"] = {name: parameter.detach() for name, parameter in self.hands[0].parameters()}
         if self.optimizer is not None:
-            state["optimizer"] = self.optimizer.state_dict()["state"]
+            state["optimizer"] = self.optimizer.state
         save_state(directory, state)
 
     def export(self, directory: Path) -> None:
@@ -190,7 +189,7 @@ class LocalLearner:
             for name, parameter in self.hands[0].parameters():
                 parameter.copy_(state["parameters"][name])
         if self.optimizer is not None:
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
+            self.optimizer.load(state["optimizer"])
 
 
 def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
@@ -211,11 +210,3 @@ def _hand_over(source: Forward, target: Forward) -> None:
         if given.grad is not None:
             kept.grad = given.grad if kept.grad is None else kept.grad.add_(given.grad)
             given.grad = None
-
-
-def _adamw(named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Decoupled weight decay (arXiv:1711.05101) on matrices only: decaying a norm's scale or a bias regularises nothing."""
-    matrices = [p for _, p in named if p.dim() >= 2]
-    vectors = [p for _, p in named if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

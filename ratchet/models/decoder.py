@@ -25,6 +25,17 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor: ...
 
 
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Nothing: weights are loaded, or drawn by `Decoder.init_weights`. What torch draws here would be thrown away, after
+        seconds per billion parameters."""
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing, as above."""
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -42,8 +53,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         heads = config.n_heads + 2 * config.n_kv_heads
-        self.qkv_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.out_bias)
+        self.qkv_proj = Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.out_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
@@ -63,8 +74,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_Td: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
@@ -89,13 +100,15 @@ def build_mlp(config: DecoderConfig) -> nn.Module:
 
 
 class Decoder(nn.Module):
+    """Its matrices are uninitialised memory until weights are loaded, or `init_weights` is called."""
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryTable(config)
         self.checkpointing = False
 

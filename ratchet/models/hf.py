@@ -177,10 +177,14 @@ def _without_tied_copy(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) 
 
 
 def empty_decoder(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """Uninitialised memory: skips the default initialisation, which costs seconds per billion parameters."""
-    with torch.device("meta"):
-        decoder = Decoder(config).to(dtype)
-    return decoder.to_empty(device=device)
+    """Weights are uninitialised memory, taken once."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Decoder(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 # --- writing

@@ -173,8 +173,8 @@ def test_clipping_scales_the_whole_gradient():
     made = learner(optimizer=OptimizerConfig(lr=0.01, max_grad_norm=0.5))
     seen = {}
     step = made.optimizer.step
-    made.optimizer.step = lambda: (
-        seen.update(norm=torch.cat([p.grad.flatten() for p in made.model.parameters()]).norm()) or step()
+    made.optimizer.step = lambda lr: (
+        seen.update(norm=torch.cat([p.grad.flatten() for p in made.model.parameters()]).norm()) or step(lr)
     )
     metrics = asyncio.run(made.update(batch, terms))
     assert metrics["grad_norm"] > 0.5

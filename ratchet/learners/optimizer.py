@@ -1,0 +1,67 @@
+"""AdamW by torch's functional form. The class around it imports torch's compiler when it is made, which takes as long as torch
+itself: a run would start a second later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from ratchet.config.schema import OptimizerConfig
+
+Moments = dict[str, Tensor]  # "step" (float32 scalar), "exp_avg", "exp_avg_sq" (as the parameter)
+
+
+class AdamW:
+    """Decoupled weight decay (arXiv:1711.05101) on matrices only: decaying a norm's scale or a bias regularises nothing.
+
+    state: by the parameter's name, from its first gradient on.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.named, self.config = named, config
+        self.state: dict[str, Moments] = {}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for matrices, decay in ((True, self.config.weight_decay), (False, 0.0)):
+            some = [(name, p) for name, p in self.named if p.grad is not None and (p.dim() >= 2) == matrices]
+            if some:
+                self._step(some, lr, decay)
+
+    def _step(self, some: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float) -> None:
+        moments = [self.state.get(name) or self._begin(name, p) for name, p in some]
+        adamw(
+            [p for _, p in some],
+            [p.grad for _, p in some if p.grad is not None],
+            [m["exp_avg"] for m in moments],
+            [m["exp_avg_sq"] for m in moments],
+            [],
+            [m["step"] for m in moments],
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            lr=lr,
+            weight_decay=decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
+
+    def _begin(self, name: str, p: Tensor) -> Moments:
+        made = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        self.state[name] = made
+        return made
+
+    def zero_grad(self) -> None:
+        for _, p in self.named:
+            p.grad = None
+
+    def load(self, state: Mapping[str, Moments]) -> None:
+        self.state = {}
+        for name, p in self.named:
+            if name in state:
+                for key, value in self._begin(name, p).items():
+                    value.copy_(state[name][key])
