@@ -173,9 +173,11 @@ async def first(coroutines: Sequence[Coroutine[Any, Any, T]], n: int, *, well: C
         surplus = good[n:]
         return [task.result() for task in tasks if task.done() and task not in surplus]
     finally:
-        for task in tasks:
+        # Asking a task for its exception also tells asyncio that somebody has looked at it.
+        left = [task for task in tasks if not task.done() or task.cancelled() or task.exception()]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 def _ended_well(rows: Rows) -> bool:

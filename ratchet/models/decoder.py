@@ -55,14 +55,14 @@ class SelfAttention(nn.Module):
         heads = config.n_heads + 2 * config.n_kv_heads
         self.qkv_proj = Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.out_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
         c = self.config
         qkv = self.qkv_proj(x_Td).view(len(x_Td), -1, c.head_dim)
         qk, v_TKD = qkv.split([c.n_heads + c.n_kv_heads, c.n_kv_heads], dim=1)
-        if c.qk_norm:  # both at once, as a small model pays by the operation
+        if self.q_norm is not None and self.k_norm is not None:  # both at once: a small model pays by the operation
             weights = self.q_norm.weight.expand(c.n_heads, -1), self.k_norm.weight.expand(c.n_kv_heads, -1)
             qk = rms_norm(qk, torch.cat(weights), c.norm_eps)
         q_THD, k_TKD = rotate(qk, cos_T1D, sin_T1C).split([c.n_heads, c.n_kv_heads], dim=1)

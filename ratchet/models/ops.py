@@ -79,7 +79,7 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @cache
 def _constant(square: float, dtype: torch.dtype) -> Tensor:
-    """The root, as a tensor: an operation takes a Python number through a conversion that costs as much as a small operation."""
+    """The root, as a tensor: Python numbers are converted in each operation, which takes as long as a small operation."""
     with torch.inference_mode(False):
         return torch.tensor(square, dtype=dtype).sqrt_()
 

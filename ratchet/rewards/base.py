@@ -45,6 +45,8 @@ class PerTrajectory(ABC):
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Scored, or Truncated with a reward where the trajectory was cut off; Failed("reward") where judging raised or
         gave no finite number; what had already failed or was cancelled stays as it is."""
+        if len(trajectories) == 1:  # the usual case needs no task of its own
+            return [await self._outcome(trajectories[0], task)]
         return await asyncio.gather(*(self._outcome(trajectory, task) for trajectory in trajectories))
 
     async def _outcome(self, trajectory: Trajectory, task: Task) -> Outcome:

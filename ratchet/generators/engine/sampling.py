@@ -64,15 +64,15 @@ RANGES = {
 
 def check_sampling(sampling: Sampling) -> None:
     """Raises ConfigError for a value that no distribution has."""
-    fine = {
-        "temperature": 0 <= sampling.temperature < float("inf"),
-        "top_p": 0 < sampling.top_p <= 1,
-        "top_k": sampling.top_k >= 0,
-        "min_p": 0 <= sampling.min_p <= 1,
-        "max_new_tokens": sampling.max_new_tokens >= 0,
-    }
-    if not all(fine.values()):
-        name = next(name for name in fine if not fine[name])
+    fine = (
+        0 <= sampling.temperature < float("inf"),
+        0 < sampling.top_p <= 1,
+        sampling.top_k >= 0,
+        0 <= sampling.min_p <= 1,
+        sampling.max_new_tokens >= 0,
+    )
+    if not all(fine):
+        name = next(name for name, right in zip(RANGES, fine, strict=True) if not right)
         raise ConfigError(f"sampling.{name} is {getattr(sampling, name)}: it must be {RANGES[name]}")
 
 
