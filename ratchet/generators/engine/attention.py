@@ -3,8 +3,8 @@
 Both give a request the same bits whatever else is in the call, measured on CPUs with AVX2 and AVX-512: a prompt is padded to
 a length that depends on itself alone, and a decode step sums values in tiles that don't move with the longest neighbour.
 
-T = tokens, N = requests, H = query heads, K = key/value heads, G = H / K, D = head_dim, L = attended length (see `_stride`),
-B = prompts of one call.
+T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim, L = attended length (see
+`_stride`), B = prompts of one call.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ class DecodeAttention:
         self.cache, self.rows, self.positions_N = cache, len(positions_N), positions_N
         self.slots_N = torch.arange(self.rows, device=positions_N.device)
         stride = _stride(cache.config.head_dim)
-        self.length = min(-(-longest // stride) * stride, cache.capacity)
-        unseen_NL = torch.arange(self.length, device=positions_N.device) > positions_N[:, None]
-        self.bias_N11L = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=unseen_NL.device)
-        self.bias_N11L = self.bias_N11L.masked_fill_(unseen_NL, float("-inf"))[:, None, None]
+        length = min(-(-longest // stride) * stride, cache.capacity)
+        unseen_NL = torch.arange(length, device=positions_N.device) > positions_N[:, None]
+        bias_NL = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=unseen_NL.device)
+        bias_NL.masked_fill_(unseen_NL, float("-inf"))
+        self.bias_M1L = bias_NL.repeat_interleave(cache.config.n_kv_heads, dim=0)[:, None]
+        self.window = cache.window(self.rows, length)
         exact = cache.dtype.itemsize >= 4 and positions_N.device.type == "cpu"
         self.kernel = _tiled if exact else _fused
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         self.cache.write(layer, self.slots_N, self.positions_N, k_NKD, v_NKD)
-        q_NKGD = q_NHD.unflatten(1, (k_NKD.shape[1], -1))
-        k_NKLD = self.cache.keys[layer][: self.rows, :, : self.length]
-        v_NKLD = self.cache.values[layer][: self.rows, :, : self.length]
-        return self.kernel(q_NKGD, k_NKLD, v_NKLD, self.bias_N11L).reshape(q_NHD.shape)
+        k_MLD, v_MLD = self.window[layer]
+        q_MGD = q_NHD.reshape(len(k_MLD), -1, q_NHD.shape[2])
+        return self.kernel(q_MGD, k_MLD, v_MLD, self.bias_M1L).view(q_NHD.shape)
 
 
 def _stride(head_dim: int) -> int:
@@ -57,23 +58,22 @@ def _stride(head_dim: int) -> int:
     return stride
 
 
-def _tiled(q_NKGD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, bias_N11L: Tensor) -> Tensor:
-    """Plain products, a third faster on a CPU than the fused kernel for small heads, and stable (see TILE)."""
-    rows, heads, group, size = q_NKGD.shape
-    length = k_NKLD.shape[2]
-    q, k, v = (q_NKGD * size**-0.5).flatten(0, 1), k_NKLD.flatten(0, 1), v_NKLD.flatten(0, 1)
-    scores_NKGL = torch.bmm(q, k.transpose(1, 2)).view(rows, heads, group, length).add_(bias_N11L)
-    weights = scores_NKGL.softmax(-1).flatten(0, 1)
-    out = torch.bmm(weights[..., :TILE], v[:, :TILE])
-    for start in range(TILE, length, TILE):
-        out.baddbmm_(weights[..., start : start + TILE], v[:, start : start + TILE])
+def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
+    """Plain products, quicker on a CPU than the fused kernel for small heads, and stable (see TILE)."""
+    scores_MGL = torch.bmm(q_MGD * q_MGD.shape[2] ** -0.5, k_MLD.transpose(1, 2))  # baddbmm would not be stable
+    weights_MGL = scores_MGL.add_(bias_M1L).softmax(-1)
+    if weights_MGL.shape[2] <= TILE:
+        return torch.bmm(weights_MGL, v_MLD)
+    out = torch.bmm(weights_MGL[..., :TILE], v_MLD[:, :TILE])
+    for start in range(TILE, weights_MGL.shape[2], TILE):
+        out.baddbmm_(weights_MGL[..., start : start + TILE], v_MLD[:, start : start + TILE])
     return out
 
 
-def _fused(q_NKGD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, bias_N11L: Tensor) -> Tensor:
+def _fused(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
     """One kernel, float32 inside: for accelerators and for narrow types, whose scores must not be rounded."""
-    mask = bias_N11L.expand(-1, 1, q_NKGD.shape[2], -1)
-    return F.scaled_dot_product_attention(q_NKGD, k_NKLD, v_NKLD, attn_mask=mask)
+    mask = bias_M1L.expand(-1, q_MGD.shape[1], -1)
+    return F.scaled_dot_product_attention(q_MGD[None], k_MLD[None], v_MLD[None], attn_mask=mask[None])[0]
 
 
 @dataclass(frozen=True)

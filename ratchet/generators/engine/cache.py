@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ratchet.models.config import DecoderConfig
 
+Window = tuple[Tensor, Tensor]
 MIN_CAPACITY = 64  # tokens; capacities are powers of two from here on
 
 
@@ -30,6 +31,7 @@ class KVCache:
         self.rows = self.capacity = 0
         self.keys: list[Tensor] = []  # [R, K, C, D] by layer
         self.values: list[Tensor] = []
+        self._windows: dict[tuple[int, int], list[Window]] = {}
 
     def plan(self, rows: int, length: int) -> tuple[int, int]:
         """(slots, capacity) after `reserve(rows, length)`."""
@@ -56,6 +58,16 @@ class KVCache:
                 else:
                     store.append(grown)
         self.rows, self.capacity = rows, capacity
+        self._windows.clear()
+
+    def window(self, rows: int, length: int) -> list[Window]:
+        """(keys, values), both [rows * K, length, D], of the first tokens of the first slots, by layer. They are views, and kept:
+        a decoding step of a small model takes about as long as it takes to make them."""
+        if (rows, length) not in self._windows:
+            both = zip(self.keys, self.values, strict=True)
+            made = [(k[:rows, :, :length].flatten(0, 1), v[:rows, :, :length].flatten(0, 1)) for k, v in both]
+            self._windows = {(rows, length): made}
+        return self._windows[rows, length]
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copies the first `length` tokens of some slots over others (int64 [n] both, disjoint)."""
