@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -36,13 +36,23 @@ from ratchet.types import (
     Turn,
 )
 
+P = TypeVar("P")
+
 
 class PromptMemo:
-    """The attempts of a group almost always begin with the same messages: their tokens are rendered once."""
+    """The attempts of a group almost always begin with the same messages: their tokens are rendered once. They play in
+    environments of one class, and Python 3.11 takes as long as a turn to say whether one follows a protocol: asked once."""
 
     def __init__(self) -> None:
         self.given: tuple[Sequence[Message], Tools | None] | None = None
         self.tokens = np.zeros(0, dtype=np.int64)
+        self._offers: dict[tuple[type, type], bool] = {}
+
+    def offers(self, environment: object, protocol: type[P]) -> TypeGuard[P]:
+        key = type(environment), protocol
+        if key not in self._offers:
+            self._offers[key] = isinstance(environment, protocol)
+        return self._offers[key]
 
     def render(self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None) -> np.ndarray:
         if self.given != (messages, tools):
@@ -118,7 +128,7 @@ class Play:
     tools: Tools | None = None
     strands: list[Strand] = field(default_factory=lambda: [Strand()])
     waits_for: str = "the environment"  # or the generator
-    metrics: dict[str, float] = field(default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0})
+    metrics: dict[str, float] = field(default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0})
 
     @property
     def strand(self) -> Strand:
@@ -184,8 +194,9 @@ class Player:
         """The attempt's trajectories, one unless its history forked, not yet judged: `outcome`, the same for all, is None, or
         Truncated, Failed or Cancelled already. What the generator raises is no attempt's fault and goes up, DataError apart.
 
-        Their metrics, those of the whole attempt: "turns", "forks", "turn_limit" (1 where the last turn that is allowed did not
-        end it), "malformed_tool_calls" where tools are offered, and the sums of what the environment's steps measured.
+        Their metrics, those of the whole attempt: "turns", "forks", "retries" (0 here), "turn_limit" (1 where the last turn
+        that is allowed did not end it), "malformed_tool_calls" where tools are offered, and the sums of what the environment's
+        steps measured.
 
         memo: shared by the attempts of a group.
         """
@@ -209,7 +220,7 @@ class Player:
     async def _episode(self, play: Play, memo: PromptMemo) -> Outcome | None:
         environment = play.environment
         play.messages = list(_checked(await guarded(lambda: environment.reset(play.task)), "reset", environment))
-        if isinstance(environment, OffersTools):
+        if memo.offers(environment, OffersTools):
             play.tools = await _tools(environment, play.task) or None  # a mixture may have none for this task
             play.metrics["malformed_tool_calls"] = 0
         play.strand.record.add(Owner.PROMPT, memo.render(self.renderer, play.messages, play.tools))
@@ -221,15 +232,17 @@ class Player:
                 length = play.strand.record.length
                 detail = f"the prompt has {length} tokens, the context {self.max_context}: shorten it or drop the task"
                 return Failed("prompt_too_long", detail)
-            ended, outcome = await self._turn(play, number, room)
+            ended, outcome = await self._turn(play, memo, number, room)
             if ended:
                 return outcome
         play.metrics["turn_limit"] = 1
         return Truncated()
 
-    async def _turn(self, play: Play, number: int, room: int) -> tuple[bool, Outcome | None]:
+    async def _turn(self, play: Play, memo: PromptMemo, number: int, room: int) -> tuple[bool, Outcome | None]:
         """(whether the attempt ended with it, its outcome if it is known)"""
-        own, strand = _with_stops(play.sampling, play.environment), play.strand
+        own, strand, environment = play.sampling, play.strand, play.environment
+        if memo.offers(environment, OffersStops):
+            own = replace(own, stop=tuple(dict.fromkeys((*own.stop, *environment.stop_strings))))
         if number or room < own.max_new_tokens:
             seed = seed_for(own.seed, number) if number else own.seed
             own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, room))
@@ -275,12 +288,6 @@ class Player:
         else:
             play.strands.append(Strand())
             play.strand.record.add(Owner.PROMPT, self.renderer.prompt(play.messages, play.tools))
-
-
-def _with_stops(sampling: Sampling, environment: Environment) -> Sampling:
-    if not isinstance(environment, OffersStops):
-        return sampling
-    return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings))))
 
 
 async def _tools(environment: OffersTools, task: Task) -> Tools:

@@ -101,7 +101,8 @@ class RolloutManager:
         while retries < self.retries and may_pass(rows[-1].outcome):
             retries += 1
             rows = await self._play(task, own, attempt, memo, fresh=True)
-        rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
+        if retries:
+            rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
         return (await self._judge(task, [rows]))[0] if self._judges_alone else rows
 
     async def _play(self, task: Task, sampling: Sampling, attempt: int, memo: PromptMemo, *, fresh: bool = False) -> Rows:

@@ -151,7 +151,7 @@ def test_a_history_that_can_not_go_on_forks_into_a_trajectory_of_its_own():
         [(0.5, "6", True)],
     ]
     assert [len(t.messages) for t in rows] == [2, 4, 6]
-    assert all(t.metrics == {"turns": 3, "turn_limit": 0, "forks": 2, "moves": 6} for t in rows)
+    assert all(t.metrics == {"turns": 3, "turn_limit": 0, "retries": 0, "forks": 2, "moves": 6} for t in rows)
 
 
 def test_a_forked_prompt_beyond_the_context_leaves_no_empty_trajectory():

@@ -143,7 +143,7 @@ class Session:
         """One a strand, the one with the last answer last. Without an answer there is one of a single token."""
         strands = self.strands or [Strand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))]
         metrics = {"turns": float(sum(len(strand.turns) for strand in strands)), "forks": len(strands) - 1.0}
-        metrics["turn_limit"] = float(self.turn_limit)
+        metrics |= {"turn_limit": float(self.turn_limit), "retries": 0.0}
         if self._offered_tools:
             metrics["malformed_tool_calls"] = float(self._malformed)
         return [

@@ -61,8 +61,8 @@ class KVCache:
         self._windows.clear()
 
     def window(self, rows: int, length: int) -> list[Window]:
-        """(keys, values), both [rows * K, length, D], of the first tokens of the first slots, by layer. They are views, and kept:
-        a decoding step of a small model takes about as long as it takes to make them."""
+        """(keys, values), both [rows * K, length, D], of the first tokens of the first slots, by layer: views, which are kept,
+        as a decoding step of a small model feels what it takes to make them."""
         if (rows, length) not in self._windows:
             both = zip(self.keys, self.values, strict=True)
             made = [(k[:rows, :, :length].flatten(0, 1), v[:rows, :, :length].flatten(0, 1)) for k, v in both]

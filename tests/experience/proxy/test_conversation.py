@@ -49,7 +49,7 @@ def test_three_turns_with_tools_are_one_trajectory_of_the_sampled_tokens(stream)
     assert text(row.tokens[row.turns[0].end : row.turns[1].start]) == "<tool>5<assistant>"
     assert text(row.tokens[: row.turns[0].start]).startswith('<system>[{"type": "function", "function": {"name": "add"')
     assert (row.attempt, row.temperature, len(row.messages)) == (3, 1.0, 6)
-    assert row.metrics == {"turns": 3.0, "forks": 0.0, "turn_limit": 0.0, "malformed_tool_calls": 0.0}
+    assert row.metrics == {"turns": 3.0, "forks": 0.0, "turn_limit": 0.0, "retries": 0.0, "malformed_tool_calls": 0.0}
 
 
 def test_usage_counts_the_tokens_and_logprobs_are_the_recorded_ones():
