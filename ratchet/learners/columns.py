@@ -75,7 +75,7 @@ def token_columns(
     index_n = mask_T.nonzero()[:, 0]
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
     temperature_n = temperature_S[batch.sequence_T[index_n]]
-    hidden_nd = hidden_Td[index_n - 1]  # what predicts token t is one place earlier
+    hidden_nd = hidden_Td.index_select(0, index_n - 1)  # what predicts token t is one place earlier
     targets_n = batch.tokens_T[index_n]
     ids_nK = batch.need("teacher_ids")[index_n] if wanted.of_ids else targets_n[:, None]
     parts: list[tuple[Tensor, ...]] = []

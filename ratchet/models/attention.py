@@ -102,9 +102,8 @@ class TreeAttention:
         self.branches = [_branches(tree, run, device) for run in _branch_runs(tree.segments[len(roots) :])]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        first = slice(0, self.roots)
-        parts = [self.whole(layer, q_THD[first], k_TKD[first], v_TKD[first])]
-        queries = q_THD[self.roots :].split([branches.own.tokens for branches in self.branches])
+        first, *queries = q_THD.split([self.roots, *(branches.own.tokens for branches in self.branches)])
+        parts = [self.whole(layer, first, k_TKD[: self.roots], v_TKD[: self.roots])]
         for branches, q in zip(self.branches, queries, strict=True):
             parts.append(_attend_past(branches, q, k_TKD, v_TKD))
         return torch.cat(parts)
