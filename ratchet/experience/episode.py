@@ -74,7 +74,8 @@ class TokenRecord:
         self.length += len(array)
 
     def tokens(self) -> np.ndarray:
-        return np.concatenate([tokens for _, tokens, _ in self.pieces])
+        _, first, _ = self.pieces[0]
+        return first if len(self.pieces) == 1 else np.concatenate([tokens for _, tokens, _ in self.pieces])
 
     def trajectory(self, **fields: Any) -> Trajectory:
         """`fields`: those of a Trajectory that are no token columns."""

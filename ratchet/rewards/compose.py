@@ -30,7 +30,8 @@ class WeightedSum:
         return any(getattr(reward, "together", True) for reward in self.rewards.values())
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        columns = await asyncio.gather(*(reward.score(trajectories, task) for reward in self.rewards.values()))
+        asked = [reward.score(trajectories, task) for reward in self.rewards.values()]
+        columns = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
         return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def _sum(self, outcomes: Mapping[str, Outcome]) -> Outcome:

@@ -3,8 +3,8 @@
 Both give a request the same bits whatever else is in the call, measured on CPUs with AVX2 and AVX-512: a prompt is padded to
 a length that depends on itself alone, and a decode step sums values in tiles that don't move with the longest neighbour.
 
-T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim, L = attended length (see
-`_stride`), B = prompts of one call.
+T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim, L = attended length (a
+multiple of `KVCache.stride`), B = prompts of one call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ratchet.generators.engine.cache import KVCache
 
-STRIDE = 16  # scores and their softmax don't depend on padding, as long as the length is a multiple of this
-SMALLEST_PRODUCT = 512  # multiplications; below 400, PyTorch's `bmm` leaves BLAS for a plain loop, which rounds differently
 TILE = 128  # tokens; MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens on)
 PROMPT_STRIDE = 16
 
@@ -34,8 +32,7 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
         self.cache, self.rows, self.positions_N = cache, len(positions_N), positions_N
         self.slots_N = torch.arange(self.rows, device=positions_N.device)
-        stride = _stride(cache.config.head_dim)
-        length = min(-(-longest // stride) * stride, cache.capacity)
+        length = min(-(-longest // cache.stride) * cache.stride, cache.capacity)
         unseen_NL = torch.arange(length, device=positions_N.device) > positions_N[:, None]
         bias_NL = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=unseen_NL.device)
         bias_NL.masked_fill_(unseen_NL, float("-inf"))
@@ -49,13 +46,6 @@ class DecodeAttention:
         k_MLD, v_MLD = self.window[layer]
         q_MGD = q_NHD.reshape(len(k_MLD), -1, q_NHD.shape[2])
         return self.kernel(q_MGD, k_MLD, v_MLD, self.bias_M1L).view(q_NHD.shape)
-
-
-def _stride(head_dim: int) -> int:
-    stride = STRIDE
-    while stride * head_dim < SMALLEST_PRODUCT:
-        stride *= 2
-    return stride
 
 
 def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:

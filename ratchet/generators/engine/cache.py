@@ -13,17 +13,20 @@ from torch import Tensor
 from ratchet.models.config import DecoderConfig
 
 Window = tuple[Tensor, Tensor]
-MIN_CAPACITY = 64  # tokens; capacities are powers of two from here on
+STRIDE = 16  # scores and their softmax don't depend on padding, as long as the length is a multiple of this
+SMALLEST_PRODUCT = 512  # multiplications; below 400, PyTorch's `bmm` leaves BLAS for a plain loop, which rounds differently
 
 
 class KVCache:
     """Slots and their capacity grow by doubling, so that what is copied stays below twice what is stored.
 
+    stride: attention reads multiples of so many tokens, a power of two, and no slot is smaller.
     Memory always holds finite numbers: attention reads beyond a request's end with weight 0, and 0 * NaN is NaN.
     """
 
     def __init__(self, config: DecoderConfig, *, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.max_rows, self.dtype, self.device = config, max_rows, dtype, device
+        self.stride = max(STRIDE, _power_of_two(-(-SMALLEST_PRODUCT // config.head_dim)))
         self.bytes_per_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
         self.clear()
 
@@ -36,7 +39,7 @@ class KVCache:
     def plan(self, rows: int, length: int) -> tuple[int, int]:
         """(slots, capacity) after `reserve(rows, length)`."""
         rows = max(self.rows, min(_power_of_two(rows), self.max_rows), rows)
-        return rows, max(self.capacity, MIN_CAPACITY, _power_of_two(length))
+        return rows, max(self.capacity, self.stride, _power_of_two(length))
 
     def bytes_for(self, rows: int, length: int) -> int:
         """What the cache takes after `reserve(rows, length)`."""

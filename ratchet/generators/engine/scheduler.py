@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
-from ratchet.generators.engine.cache import MIN_CAPACITY, KVCache
+from ratchet.generators.engine.cache import KVCache
 from ratchet.generators.engine.sampling import draw, uniforms
 from ratchet.generators.engine.slots import Active, Slots
 from ratchet.generators.requests import Request
@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # by slot
         self.version = 0
-        self.longest = MIN_CAPACITY if self._fits(1, MIN_CAPACITY) else 0  # tokens of a request that has the cache to itself
+        self.longest = self.cache.stride if self._fits(1, self.cache.stride) else 0  # tokens of a request that has the cache to itself
         while 0 < self.longest < self.decoder.config.max_positions and self._fits(1, 2 * self.longest):
             self.longest *= 2
         self.prefilled_tokens = self.decoded_tokens = 0

@@ -52,12 +52,6 @@ def test_a_longer_neighbour_changes_no_bit_of_a_decode_step():
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.parametrize("head_dim", [8, 16, 64])
-def test_small_heads_get_a_stride_that_keeps_every_product_in_blas(head_dim):
-    assert attention._stride(head_dim) * head_dim >= attention.SMALLEST_PRODUCT
-    assert attention._stride(64) == attention.STRIDE
-
-
 def test_prompts_are_causal_alone_and_land_in_their_slots():
     lengths = np.array([3, 17, 16, 1])
     total = int(lengths.sum())

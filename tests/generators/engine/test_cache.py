@@ -1,6 +1,9 @@
+from dataclasses import replace
+
+import pytest
 import torch
 
-from ratchet.generators.engine.cache import MIN_CAPACITY, KVCache
+from ratchet.generators.engine.cache import SMALLEST_PRODUCT, STRIDE, KVCache
 from ratchet.models.config import DecoderConfig
 
 CONFIG = DecoderConfig(10, 64, 2, 4, 2, 32, 64)
@@ -13,13 +16,13 @@ def make_cache(max_rows=48):
 def test_it_grows_by_doubling_up_to_the_slots_allowed_and_keeps_what_it_holds():
     cache = make_cache()
     cache.reserve(16, 10)
-    assert (cache.rows, cache.capacity) == (16, MIN_CAPACITY)
+    assert (cache.rows, cache.capacity) == (16, cache.stride)
     k, v = torch.randn(2, 2, 32), torch.randn(2, 2, 32)
     cache.write(1, torch.tensor([3, 15]), torch.tensor([0, 9]), k, v)
-    cache.reserve(17, MIN_CAPACITY + 1)
-    assert (cache.rows, cache.capacity) == (32, 2 * MIN_CAPACITY)
+    cache.reserve(17, cache.stride + 1)
+    assert (cache.rows, cache.capacity) == (32, 2 * cache.stride)
     cache.reserve(40, 1)
-    assert (cache.rows, cache.capacity) == (48, 2 * MIN_CAPACITY)
+    assert (cache.rows, cache.capacity) == (48, 2 * cache.stride)
     torch.testing.assert_close(cache.keys[1][[3, 15], :, [0, 9]], k)
     torch.testing.assert_close(cache.values[1][[3, 15], :, [0, 9]], v)
     assert int((cache.keys[1] != 0).any(-1).sum()) == 4
@@ -43,3 +46,11 @@ def test_moving_slots_copies_what_is_used():
     for store in (*cache.keys, *cache.values):
         assert store[:, 0, 4, 0].tolist() == [3, 2, 2, 3]
         assert store[:, 0, 5, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("head_dim", "stride"), [(8, 64), (16, 32), (24, 32), (32, 16), (64, 16), (256, 16)])
+def test_small_heads_get_a_stride_that_keeps_every_product_in_blas(head_dim, stride):
+    cache = KVCache(replace(CONFIG, head_dim=head_dim), max_rows=1, dtype=torch.float32, device=torch.device("cpu"))
+    assert cache.stride == stride
+    assert stride * head_dim >= SMALLEST_PRODUCT
+    assert stride % STRIDE == 0
