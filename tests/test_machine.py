@@ -1,5 +1,6 @@
 """What a run takes from the machine is measured once, and then a fact of the run."""
 
+import gc
 import subprocess
 import sys
 
@@ -61,13 +62,20 @@ def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, m
     assert freeze(frozen) == frozen
 
 
-def test_the_process_gets_the_runs_threads(tmp_path):
-    before = torch.get_num_threads()
+def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
+    before, thresholds = torch.get_num_threads(), gc.get_threshold()
     try:
-        prepare_process(freeze(config(tmp_path, threads=2)))
+        prepare_process(2, "cpu")
         assert torch.get_num_threads() == 2
+        frozen = gc.get_freeze_count()
+        assert frozen
+        assert gc.get_threshold() > thresholds or thresholds == (50_000, 10, 10)
+        prepare_process("auto", "cpu")
+        assert torch.get_num_threads() == usable_cores()
+        assert gc.get_freeze_count() <= frozen  # once is enough: garbage of an earlier run must not stay for ever
     finally:
         torch.set_num_threads(before)
+        gc.set_threshold(*thresholds)
 
 
 FREED = """

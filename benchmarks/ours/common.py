@@ -22,7 +22,7 @@ import protocol
 
 import ratchet as rt
 from ratchet.config.base import Section
-from ratchet.executors.machine import keep_freed_memory
+from ratchet.executors.machine import prepare_process
 from ratchet.learners.config import LocalConfig
 
 
@@ -32,11 +32,7 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     options.workers = options.workers or options.threads if options.device == "cpu" else 1
     protocol.quiet_offline(options.threads)
-    import torch
-
-    torch.set_num_threads(options.threads)
-    if options.device == "cpu":
-        keep_freed_memory()
+    prepare_process(options.threads, options.device)
     return options
 
 

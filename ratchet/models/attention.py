@@ -22,7 +22,8 @@ from torch.autograd import Function
 
 from ratchet.models.prefixes import PrefixTree, Segment
 
-WASTE = 1.25  # a call may compute at most this many times its real tokens; a call more costs about as much on a CPU
+WASTE = 1.25  # a call may compute at most this many times its real cells (pairs of a query and a key) ...
+FREE = 4096  # ... and so many more, as a call costs a CPU about as much
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class TreeAttention:
         roots = [segment for segment in tree.segments if not segment.begin]
         self.roots = sum(segment.length for segment in roots)
         self.whole = PackedAttention([segment.length for segment in roots], device)
-        self.branches = [_branches(tree, run, device) for run in _branch_runs(tree.segments[len(roots) :])]
+        self.branches = [_branches(tree, run, device) for run in _shared_calls(tree.segments[len(roots) :])]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         first, *queries = q_THD.split([self.roots, *(branches.own.tokens for branches in self.branches)])
@@ -151,14 +152,9 @@ class _Unpad(Function):
 
 
 def _runs(lengths: Sequence[int]) -> list[list[int]]:
-    """Consecutive lengths that share a call: a run ends where its padding would pass WASTE."""
-    runs: list[list[int]] = []
-    for length in lengths:
-        if runs and (len(runs[-1]) + 1) * max(*runs[-1], length) <= WASTE * (sum(runs[-1]) + length):
-            runs[-1].append(length)
-        else:
-            runs.append([length])
-    return runs
+    """Consecutive lengths that share a call."""
+    segments = [Segment(row, 0, length) for row, length in enumerate(lengths)]
+    return [[segment.length for segment in run] for run in _shared_calls(segments)]
 
 
 def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
@@ -173,21 +169,19 @@ def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
     return Bucket(len(lengths), longest, tokens, Padding(gather.flatten().to(device), cells.to(device)))
 
 
-def _branch_runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Consecutive segments that share a call: a run ends where its padding would pass WASTE."""
+def _shared_calls(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Consecutive segments that share a call: a run ends where its padding would cost more than another call."""
     runs: list[list[Segment]] = []
-    used = 0
+    used = own = past = 0  # of the last run: cells, its longest segment, its longest past
     for segment in segments:
         cost = segment.length * segment.end
-        if runs:
-            run = [*runs[-1], segment]
-            own, past = max(s.length for s in run), max(s.begin for s in run)
-            if len(run) * own * (own + past) <= WASTE * (used + cost):
-                runs[-1].append(segment)
-                used += cost
-                continue
-        runs.append([segment])
-        used = cost
+        longest, behind = max(own, segment.length), max(past, segment.begin)
+        if runs and (len(runs[-1]) + 1) * longest * (longest + behind) <= WASTE * (used + cost) + FREE:
+            runs[-1].append(segment)
+            used, own, past = used + cost, longest, behind
+        else:
+            runs.append([segment])
+            used, own, past = cost, segment.length, segment.begin
     return runs
 
 

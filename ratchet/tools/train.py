@@ -115,7 +115,7 @@ class Session:
         self.measures: str | None = None  # what the latest stage was evaluated by
 
     async def run(self) -> int:
-        prepare_process(self.config)
+        prepare_process(self.config.threads, self.config.device)
         with log_to(self.directory.log, console=self.console), stops_on_signals() as stop:
             log.info("%s", self.command)
             checkpoint = self.store.latest()
