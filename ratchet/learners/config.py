@@ -27,7 +27,8 @@ class LocalConfig(Section):
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward: about a third more time for much less memory."
     )
-    logprob_chunk_mib: int = Field(
-        default=256, ge=1, description="Logits that exist at a time, in MiB; the rest is recomputed."
+    logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a CPU, 256 on an accelerator.",
     )
     max_bad_steps: int = Field(default=3, ge=1, description="Non-finite optimizer steps in a row after which training stops.")

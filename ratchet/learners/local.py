@@ -30,6 +30,7 @@ from ratchet.models.policy import PolicyModel
 
 MAX_MICRO_BATCH_TOKENS = 2304  # "auto" on a CPU: larger ones gain nothing there, and take more memory
 MAX_MICRO_BATCH_TOKENS_GPU = 16384
+CHUNK_MIB, CHUNK_MIB_GPU = 16, 256  # "auto": a CPU's cache is small, an accelerator wants large products
 
 
 class LocalLearner:
@@ -56,10 +57,14 @@ class LocalLearner:
         self.model, self.config, self.head = model, config, head
         self.unit: Level = unit
         model.checkpointing = config.activation_checkpointing
-        own = Forward(model, head, chunk_mib=config.logprob_chunk_mib, autocast=autocast, shared_vocab=shared_vocab)
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        chunk_mib = config.logprob_chunk_mib
+        if chunk_mib == "auto":
+            chunk_mib = CHUNK_MIB if on_cpu else CHUNK_MIB_GPU
+        own = Forward(model, head, chunk_mib=chunk_mib, autocast=autocast, shared_vocab=shared_vocab)
         self.device, self.dtype = own.device, own.dtype
         # "auto" is a number in a run, which has measured it; an accelerator does one thing at a time.
-        self.crew = Crew(1 if config.workers == "auto" or self.device.type != "cpu" else config.workers)
+        self.crew = Crew(1 if config.workers == "auto" or not on_cpu else config.workers)
         # The first one's gradients are those that the optimizer reads.
         self.hands = [own, *(own.twin() for _ in range(self.crew.size - 1))] if optimizer else [own] * self.crew.size
         self.schedule, self.total_steps = optimizer, total_steps

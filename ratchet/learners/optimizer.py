@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from ratchet.config.schema import OptimizerConfig
+from ratchet.errors import CheckpointError
 
 Moments = dict[str, Tensor]  # "step" (float32 scalar), "exp_avg", "exp_avg_sq" (as the parameter)
 
@@ -60,6 +61,13 @@ class AdamW:
             p.grad = None
 
     def load(self, state: Mapping[str, Moments]) -> None:
+        """Raises CheckpointError for a state of other parameters."""
+        unknown = set(map(str, state)) - {name for name, _ in self.named}
+        if unknown:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state of '{min(unknown)}', which the model does not have: it was saved by an "
+                "older version or for another model; start a new run from its exported model"
+            )
         self.state = {}
         for name, p in self.named:
             if name in state:

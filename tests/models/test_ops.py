@@ -16,10 +16,17 @@ def inputs(*shapes):
     return [(normal(*shape) + i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (3, 2, 4)])
-def test_rms_norm_has_the_gradient_of_its_formula(shape):
-    x, weight = inputs(shape, shape[-1:])
+@pytest.mark.parametrize(("shape", "own"), [((5, 8), 1), ((3, 2, 4), 1), ((3, 2, 4), 2)])
+def test_rms_norm_has_the_gradient_of_its_formula(shape, own):
+    x, weight = inputs(shape, shape[-own:])
     assert gradcheck(lambda x, weight: rms_norm(x, weight, 1e-3), (x, weight))
+
+
+def test_heads_may_have_weights_of_their_own():
+    x, weights = normal(5, 3, 4), normal(3, 4)
+    out = rms_norm(x, weights, 1e-6)
+    for head in range(3):
+        assert torch.equal(out[:, head], rms_norm(x[:, head], weights[head], 1e-6))
 
 
 def test_rms_norm_by_hand():

@@ -199,3 +199,21 @@ def test_check_and_doctor(recipe):
     assert checked.returncode == 0
     assert "6 prompts x 4 attempts = 24 trajectories" in checked.stdout
     assert ratchet("doctor").returncode == 0
+
+
+STARTING = """
+import sys
+from ratchet.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print(sorted({"torch._dynamo", "torch._inductor", "sympy", "torch.distributed.tensor", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_a_run_never_imports_what_takes_longer_than_torch_itself(recipe, tmp_path):
+    command = [sys.executable, "-c", STARTING, "train", str(recipe), "--run-dir", str(tmp_path / "run"), "stages.rl.steps=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

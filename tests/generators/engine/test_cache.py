@@ -54,3 +54,17 @@ def test_small_heads_get_a_stride_that_keeps_every_product_in_blas(head_dim, str
     assert cache.stride == stride
     assert stride * head_dim >= SMALLEST_PRODUCT
     assert stride % STRIDE == 0
+
+
+def test_a_window_shows_what_is_stored_also_after_the_cache_has_grown():
+    cache = make_cache()
+    cache.reserve(4, 8)
+    before = cache.window(2, 8)
+    assert cache.window(2, 8) is before
+    for capacity in (8, 100):
+        cache.reserve(4, capacity)
+        cache.values[1][1, 1, 7] = capacity
+        for keys, values in cache.window(2, 8):
+            assert keys.shape == values.shape == (2 * CONFIG.n_kv_heads, 8, CONFIG.head_dim)
+        assert cache.window(2, 8)[1][1][CONFIG.n_kv_heads + 1, 7].eq(capacity).all()
+    assert cache.window(2, 8) is not before
