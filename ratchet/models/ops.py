@@ -81,7 +81,7 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _constant(square: float, dtype: torch.dtype) -> Tensor:
     """The root, as a tensor: Python numbers are converted in each operation, which takes as long as a small operation."""
     with torch.inference_mode(False):
-        return torch.tensor(square, dtype=dtype).sqrt_()
+        return torch.tensor(square, dtype=dtype, device="cpu").sqrt_()
 
 
 class _Rotate(Function):

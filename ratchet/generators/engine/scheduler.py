@@ -56,9 +56,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # by slot
         self.version = 0
-        self.longest = (
-            self.cache.stride if self._fits(1, self.cache.stride) else 0
-        )  # tokens of a request that has the cache to itself
+        # Tokens of a request that has the cache to itself.
+        self.longest = self.cache.stride if self._fits(1, self.cache.stride) else 0
         while 0 < self.longest < self.decoder.config.max_positions and self._fits(1, 2 * self.longest):
             self.longest *= 2
         self.prefilled_tokens = self.decoded_tokens = 0
