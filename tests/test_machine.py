@@ -69,7 +69,7 @@ def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
         assert torch.get_num_threads() == 2
         frozen = gc.get_freeze_count()
         assert frozen
-        assert gc.get_threshold() > thresholds or thresholds == (50_000, 10, 10)
+        assert gc.get_threshold()[0] > 10_000  # by default some hundreds or thousands, by the version of Python
         prepare_process("auto", "cpu")
         assert torch.get_num_threads() == usable_cores()
         assert gc.get_freeze_count() <= frozen  # once is enough: garbage of an earlier run must not stay for ever

@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight.to(x.dtype)
     if not torch.is_grad_enabled():  # the same bits, without autograd's overhead: a decoding step is small
-        return _normalise(x, eps)[0].mul_(weight if weight.dtype == x.dtype else weight.to(x.dtype))
+        return _normalise(x, eps)[0].mul_(weight.to(x.dtype))
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -68,13 +68,11 @@ class _RMSNorm(Function):
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x * r in the dtype of x, r in float32 or better) with r = (mean(x^2) + eps)^-1/2."""
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    size = x.shape[-1]
+    wide, size = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1]
     # sqrt(n) / hypot(|x|, sqrt(n eps)) is r in few operations; vector_norm sums squares without writing them out.
     r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     torch.div(_constant(size, r.dtype), r.hypot_(_constant(size * eps, r.dtype)), out=r)
-    n = wide * r
-    return (n if n.dtype == x.dtype else n.to(x.dtype)), r
+    return (wide * r).to(x.dtype), r
 
 
 @cache
