@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,25 +65,92 @@ class Wanted:
         return ("logprobs", *(name for name, here in wanted.items() if here))
 
 
+class Vocabulary(Protocol):
+    """How log-probabilities [n, V] are read, wherever those of each token lie: V may be a rank's part of the vocabulary."""
+
+    def log_softmax(self, logits_nV: Tensor) -> Tensor: ...
+    def first(self, all_nV: Tensor, size: int) -> Tensor:
+        """Of the first `size` tokens alone, renormalised."""
+        ...
+
+    def sum(self, x_nV: Tensor) -> Tensor: ...
+    def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+        """[n, K]"""
+        ...
+
+    def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+        """log of what all tokens but these have together: [n]."""
+        ...
+
+    def top(self, all_nV: Tensor, k: int) -> Tensor:
+        """int64 ids [n, k] of the likeliest, in descending order."""
+        ...
+
+    def whole(self, all_nV: Tensor, size: int) -> Tensor:
+        """Of all `size` tokens, in order."""
+        ...
+
+
+class OneVocabulary:
+    """All tokens' logits are here."""
+
+    def log_softmax(self, logits_nV: Tensor) -> Tensor:
+        return logits_nV.log_softmax(-1)
+
+    def first(self, all_nV: Tensor, size: int) -> Tensor:
+        return all_nV[:, :size].log_softmax(-1)
+
+    def sum(self, x_nV: Tensor) -> Tensor:
+        return x_nV.sum(-1)
+
+    def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+        return all_nV.gather(1, ids_nK)
+
+    def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+        return all_nV.scatter(1, ids_nK, -torch.inf).logsumexp(-1)
+
+    def top(self, all_nV: Tensor, k: int) -> Tensor:
+        return all_nV.topk(k, dim=-1).indices
+
+    def whole(self, all_nV: Tensor, size: int) -> Tensor:
+        return all_nV
+
+
+ONE_VOCABULARY = OneVocabulary()
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns hidden states into log-probabilities. size: tokens of the vocabulary. chunk_rows: predictions whose logits
+    exist at a time."""
+
+    logits: Logits
+    size: int
+    chunk_rows: int
+    vocabulary: Vocabulary = ONE_VOCABULARY
+
+
 def token_columns(
-    logits: Logits, hidden_Td: Tensor, batch: Batch, mask_T: Tensor, wanted: Wanted, *, chunk_rows: int
+    head: Head, hidden_Td: Tensor, batch: Batch, mask_T: Tensor, wanted: Wanted, place_T: Tensor | None = None
 ) -> dict[str, Tensor]:
     """ "logprobs" [T], and "entropy" [T], "topk_ids" [T, K] and "topk_logprobs" [T, K + 1] (or [T, V], see `outcomes`) as
     wanted, at the tokens of the mask under each row's temperature; 0 elsewhere. Given ids are the batch's `teacher_ids`.
 
-    A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded it.
+    A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded it. place_T: where the hidden
+    state of each token lies; None: in the order of tokens.
     """
     index_n = mask_T.nonzero()[:, 0]
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
     temperature_n = temperature_S[batch.sequence_T[index_n]]
-    hidden_nd = hidden_Td.index_select(0, index_n - 1)  # what predicts token t is one place earlier
+    before_n = index_n - 1  # what predicts token t is one place earlier
+    hidden_nd = hidden_Td.index_select(0, before_n if place_T is None else place_T[before_n])
     targets_n = batch.tokens_T[index_n]
     ids_nK = batch.need("teacher_ids")[index_n] if wanted.of_ids else targets_n[:, None]
     parts: list[tuple[Tensor, ...]] = []
-    bounds = range(0, max(1, len(index_n)), chunk_rows)
+    bounds = range(0, max(1, len(index_n)), head.chunk_rows)
     for start in bounds:
-        rows = slice(start, start + chunk_rows)
-        arguments = (logits, hidden_nd[rows], targets_n[rows], ids_nK[rows], temperature_n[rows], wanted)
+        rows = slice(start, start + head.chunk_rows)
+        arguments = (head, hidden_nd[rows], targets_n[rows], ids_nK[rows], temperature_n[rows], wanted)
         if len(bounds) > 1 and torch.is_grad_enabled():
             parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))  # logits are recomputed in the backward
         else:
@@ -95,36 +163,37 @@ def token_columns(
 
 
 def _chunk(
-    logits: Logits, hidden_nd: Tensor, targets_n: Tensor, ids_nK: Tensor, temperature_n: Tensor, wanted: Wanted
+    head: Head, hidden_nd: Tensor, targets_n: Tensor, ids_nK: Tensor, temperature_n: Tensor, wanted: Wanted
 ) -> tuple[Tensor, ...]:
-    all_nV = (logits(hidden_nd) / temperature_n[:, None]).log_softmax(-1)
-    columns = [all_nV.gather(1, targets_n[:, None])[:, 0]]
+    vocabulary, size = head.vocabulary, head.size
+    all_nV = vocabulary.log_softmax(head.logits(hidden_nd) / temperature_n[:, None])
+    columns = [vocabulary.pick(all_nV, targets_n[:, None])[:, 0]]
     if wanted.entropy:
         with nullcontext() if wanted.entropy_slope else torch.no_grad():
-            columns.append(-(all_nV.exp() * all_nV).sum(-1))
+            columns.append(-vocabulary.sum(all_nV.exp() * all_nV))
     if not (wanted.of_ids or wanted.top):
         return tuple(columns)
-    if wanted.shared is not None and wanted.shared < all_nV.shape[1]:
-        all_nV = all_nV[:, : wanted.shared].log_softmax(-1)
+    if wanted.shared is not None and wanted.shared < size:
+        size = wanted.shared
+        all_nV = vocabulary.first(all_nV, size)
     if wanted.of_ids:
-        columns.append(outcomes(all_nV, ids_nK))
-    elif 0 < wanted.top_k < all_nV.shape[1]:
-        ids_nK = all_nV.topk(wanted.top_k, dim=-1).indices
-        columns.append(outcomes(all_nV, ids_nK))
+        columns.append(outcomes(vocabulary, all_nV, ids_nK, size))
+    elif 0 < wanted.top_k < size:
+        ids_nK = vocabulary.top(all_nV, wanted.top_k)
+        columns.append(outcomes(vocabulary, all_nV, ids_nK, size))
     else:
-        ids_nK = torch.arange(all_nV.shape[1], device=all_nV.device).expand(all_nV.shape)
-        columns.append(all_nV)
+        ids_nK = torch.arange(size, device=all_nV.device).expand(len(all_nV), size)
+        columns.append(vocabulary.whole(all_nV, size))
     return (*columns, ids_nK) if wanted.ids else tuple(columns)
 
 
-def outcomes(all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+def outcomes(vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int) -> Tensor:
     """log p of K tokens and, unless they are all, of "any other" in a last column. That one is summed up, not taken as what the
     others leave of 1: of a sharp distribution nothing would be left in float32, and its gradient would be gone."""
-    chosen_nK = all_nV.gather(1, ids_nK)
-    if ids_nK.shape[1] == all_nV.shape[1]:
+    chosen_nK = vocabulary.pick(all_nV, ids_nK)
+    if ids_nK.shape[1] == size:
         return chosen_nK
-    rest_n = all_nV.scatter(1, ids_nK, -torch.inf).logsumexp(-1)
-    return torch.cat([chosen_nK, rest_n[:, None]], dim=-1)
+    return torch.cat([chosen_nK, vocabulary.rest(all_nV, ids_nK)[:, None]], dim=-1)
 
 
 def state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:

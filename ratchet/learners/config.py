@@ -32,3 +32,31 @@ class LocalConfig(Section):
         description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a CPU, 256 on an accelerator.",
     )
     max_bad_steps: int = Field(default=3, ge=1, description="Non-finite optimizer steps in a row after which training stops.")
+
+
+class DTensorConfig(Section):
+    """A learner that is spread over several processes, each with a device of its own."""
+
+    builds: ClassVar[str] = "ratchet.learners.dtensor:DTensorLearner"
+
+    kind: Literal["dtensor"] = "dtensor"
+    dp_shard: int = Field(1, ge=1, description="Ranks over which rows and weights are divided (FSDP).")
+    dp_replicate: int = Field(1, ge=1, description="Repetitions of all that, which share out the rows too (HSDP).")
+    tensor_parallel: int = Field(1, ge=1, description="Ranks that share out heads, MLPs and vocabulary.")
+    sequence_parallel: bool = Field(False, description="Those ranks share out the tokens too, between the products.")
+    context_parallel: int = Field(1, ge=1, description="Ranks that share out the tokens of each sequence.")
+    pipeline_parallel: int = Field(1, ge=1, description="Ranks that share out the layers.")
+    expert_parallel: int = Field(1, ge=1, description="Ranks that share out the experts of each layer, among the data ranks.")
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Tokens of one forward and backward; more memory, not another result. A longer sequence goes alone.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward: about a third more time for much less memory."
+    )
+    logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a CPU, 256 on an accelerator.",
+    )
+    cpu_offload: bool = Field(False, description="Weights and optimizer rest in main memory between uses.")
+    max_bad_steps: int = Field(default=3, ge=1, description="Non-finite optimizer steps in a row after which training stops.")

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from ratchet.batch import Batch
 from ratchet.interfaces import LossTerm, Outputs
-from ratchet.learners.columns import SCALARS, Wanted, sequence_scores, state_values, token_columns
+from ratchet.learners.columns import SCALARS, Head, Wanted, sequence_scores, state_values, token_columns
 from ratchet.models.heads import ScalarHead
 from ratchet.models.policy import PolicyModel
 
 PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
+CHUNK_MIB, CHUNK_MIB_GPU = 16, 256  # "auto": a CPU's cache is small, an accelerator wants large products
 
 
 class Forward:
@@ -54,11 +55,17 @@ class Forward:
 
     def learn(self, micro: Batch, terms: Sequence[LossTerm]) -> Mapping[str, Tensor]:
         """Adds the gradient of the terms to `.grad`. Their losses and metrics, and "loss", the sum that was differentiated."""
+        micro = micro.to(self.device, self.dtype)
+        total, found = self.losses(micro, self.hidden(micro), terms)
+        total.backward()
+        return found
+
+    def losses(self, micro: Batch, hidden_Td: Tensor, terms: Sequence[LossTerm]) -> tuple[Tensor, dict[str, Tensor]]:
+        """(what to differentiate, numbers as `learn` gives them). micro: on the device, in the dtype of losses."""
         needs = frozenset[str]().union(*(term.needs for term in terms))
         # A term of coefficient 0 is only measured: what nothing else needs gets no gradient.
         learned = frozenset[str]().union(*(term.needs for term in terms if micro.weights[term.name].coef))
-        micro = micro.to(self.device, self.dtype)
-        out = self.outputs(micro, needs, measured=needs - learned)
+        out = self.outputs(micro, hidden_Td, needs, measured=needs - learned)
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         found: dict[str, Tensor] = {}
         for term in terms:
@@ -67,36 +74,53 @@ class Forward:
             found |= {f"{term.name}/{key}": value for key, value in measured.items()}
             if micro.weights[term.name].coef:
                 found[term.name] = loss.detach()
-        total.backward()
-        return {**found, "loss": total.detach()}
+        return total, {**found, "loss": total.detach()}
 
-    def outputs(self, micro: Batch, needs: Collection[str], *, measured: Collection[str] = ()) -> Outputs:
+    def outputs(self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], *, measured: Collection[str] = ()) -> Outputs:
         """measured: those of the needs that nothing is differentiated by."""
         given = micro.has("teacher_ids")
         wanted = Wanted.among(needs, given_ids=given, shared=self.shared_vocab, measured=measured)
-        columns = self.columns(micro, needs, wanted)
+        columns = self.columns(micro, hidden_Td, needs, wanted)
         if "old_logprobs" in needs:
             own = micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
             columns["old_logprobs"] = own.detach()
         return Outputs(sequence_sum=micro.sequence_sum, **columns)
 
-    def columns(self, micro: Batch, needs: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
-        """At `predicted_T`. micro: on the device, in the dtype of losses."""
-        hidden_Td = torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
-        if micro.n_tokens:
-            with self._precision():
-                hidden_Td = self.model.hidden(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
+    def score(self, micro: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+        """Columns without gradient."""
+        asked = Wanted.among(wanted, top_k=top_k, shared=self.shared_vocab)
+        with torch.no_grad():
+            micro = micro.to(self.device, self.dtype)
+            return self.columns(micro, self.hidden(micro), wanted, asked)
+
+    def hidden(self, micro: Batch) -> Tensor:
+        if not micro.n_tokens:
+            return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
+        with self._precision():
+            return self.model(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
+
+    def columns(self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
+        """At `predicted_T`."""
         columns: dict[str, Tensor] = {}
-        mask_T = micro.predicted_T
         if not PREDICTIONS.isdisjoint(needs):
-            rows = rows_per_chunk(self.chunk_mib, self.model.vocab_size, self.dtype)
-            columns |= token_columns(self.model.logits, hidden_Td, micro, mask_T, wanted, chunk_rows=rows)
+            columns |= self.predictions(micro, hidden_Td, wanted)
         if not SCALARS.isdisjoint(needs):
-            assert self.head is not None, "this role has no scalar head"
-            scalars_T = self.head(hidden_Td.to(self.dtype))
-            columns |= {"values": state_values(scalars_T, mask_T), "scores": sequence_scores(scalars_T, micro)}
+            scalars_T = self.scalars(micro, hidden_Td)
+            columns |= {"values": state_values(scalars_T, micro.predicted_T), "scores": sequence_scores(scalars_T, micro)}
             columns["token_scores"] = scalars_T
         return columns
+
+    def predictions(self, micro: Batch, hidden_Td: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+        return token_columns(self.language_head, hidden_Td, micro, micro.predicted_T, wanted)
+
+    def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
+        assert self.head is not None, "this role has no scalar head"
+        return self.head(hidden_Td.to(self.dtype))
+
+    @property
+    def language_head(self) -> Head:
+        size = self.model.vocab_size
+        return Head(self.model.logits, size, rows_per_chunk(self.chunk_mib, size, self.dtype))
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
@@ -105,3 +129,10 @@ class Forward:
 def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:
     """How many rows of logits fit into so many MiB; at least one."""
     return max(1, mib * 2**20 // (vocab_size * dtype.itemsize))
+
+
+def logits_mib(mib: int | str, device: str) -> int:
+    """Of the logits that exist at a time, where the configuration may leave it to the kind of device."""
+    if mib == "auto":
+        return CHUNK_MIB if device == "cpu" else CHUNK_MIB_GPU
+    return int(mib)

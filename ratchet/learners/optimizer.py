@@ -3,7 +3,7 @@ itself: a run would start a second later."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,17 @@ Moments = dict[str, Tensor]  # "step" (float32 scalar), "exp_avg", "exp_avg_sq" 
 class AdamW:
     """Decoupled weight decay (arXiv:1711.05101) on matrices only: decaying a norm's scale or a bias regularises nothing.
 
-    state: by the parameter's name, from its first gradient on.
+    state: by the parameter's name, from its first gradient on. local: what of a parameter and its gradient is on this rank.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
-        self.named, self.config = named, config
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        *,
+        local: Callable[[Tensor], Tensor] = lambda whole: whole,
+    ) -> None:
+        self.named, self.config, self.local = named, config, local
         self.state: dict[str, Moments] = {}
 
     @torch.no_grad()
@@ -35,8 +41,8 @@ class AdamW:
     def _step(self, some: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float) -> None:
         moments = [self.state.get(name) or self._begin(name, p) for name, p in some]
         adamw(
-            [p for _, p in some],
-            [p.grad for _, p in some if p.grad is not None],
+            [self.local(p) for _, p in some],
+            [self.local(p.grad) for _, p in some if p.grad is not None],
             [m["exp_avg"] for m in moments],
             [m["exp_avg_sq"] for m in moments],
             [],
@@ -52,7 +58,12 @@ class AdamW:
         )
 
     def _begin(self, name: str, p: Tensor) -> Moments:
-        made = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        own = self.local(p.detach())
+        made = {
+            "step": torch.zeros((), device=own.device),
+            "exp_avg": torch.zeros_like(own),
+            "exp_avg_sq": torch.zeros_like(own),
+        }
         self.state[name] = made
         return made
 

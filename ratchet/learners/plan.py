@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from ratchet.batch import Batch, Level
+from ratchet.interfaces import LossTerm
 from ratchet.models.prefixes import Index, shared_beginning
 
+MOST_TOKENS, MOST_TOKENS_GPU = 2304, 16384  # "auto": larger ones gain nothing on a CPU, and take more memory
 WORTH = 0.1  # rows of a group stay together where that saves at least this part of their tokens
 
 
@@ -19,6 +22,25 @@ class Family(NamedTuple):
     rows: list[int]
     tokens: int
     longest: int
+
+
+def most_tokens(limit: int | str, device: str) -> int:
+    """Of a micro-batch, where the configuration may leave it to the kind of device."""
+    if limit == "auto":
+        return MOST_TOKENS if device == "cpu" else MOST_TOKENS_GPU
+    return int(limit)
+
+
+def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
+    """The sequences that weigh anything in any term: the others add nothing to losses, gradients or metrics."""
+    counts_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
+    for term in terms:
+        level, values, *_ = batch.weights[term.name]
+        active = values != 0
+        if level == "token":
+            active = batch.sequence_sum(active.double()) > 0
+        counts_S |= active[batch.group_S] if level == "group" else active
+    return counts_S.nonzero()[:, 0].tolist()
 
 
 def plan_microbatches(

@@ -10,7 +10,7 @@ of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ratchet.models.prefixes import PrefixTree, Segment
+from ratchet.models.prefixes import Index, PrefixTree, Segment
 
 WASTE = 1.25  # a call may compute at most this many times its real cells (pairs of a query and a key) ...
 FREE = 4096  # ... and so many more, as a call costs a CPU about as much
+Past = Callable[[Segment], Index]  # where the keys and values of the tokens before a segment lie, in order
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,17 @@ class TreeAttention:
         roots = [segment for segment in tree.segments if not segment.begin]
         self.roots = sum(segment.length for segment in roots)
         self.whole = PackedAttention([segment.length for segment in roots], device)
-        self.branches = [_branches(tree, run, device) for run in _shared_calls(tree.segments[len(roots) :])]
+        self.branches = branches(tree.segments[len(roots) :], tree.past, device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         first, *queries = q_THD.split([self.roots, *(branches.own.tokens for branches in self.branches)])
         parts = [self.whole(layer, first, k_TKD[: self.roots], v_TKD[: self.roots])]
         for branches, q in zip(self.branches, queries, strict=True):
-            parts.append(_attend_past(branches, q, k_TKD, v_TKD))
+            parts.append(attend_past(branches, q, k_TKD, v_TKD))
         return torch.cat(parts)
 
 
-def _attend_past(branches: Branches, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+def attend_past(branches: Branches, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     own = branches.own
 
     def past(x: Tensor) -> Tensor:  # [T, heads, D] -> [R, heads, P + L, D]
@@ -185,10 +186,15 @@ def _shared_calls(segments: Sequence[Segment]) -> list[list[Segment]]:
     return runs
 
 
-def _branches(tree: PrefixTree, run: list[Segment], device: torch.device | str) -> Branches:
+def branches(segments: Sequence[Segment], past: Past, device: torch.device | str) -> list[Branches]:
+    """The calls for segments laid end to end, best in ascending order of their begin and length."""
+    return [_branches(run, past, device) for run in _shared_calls(segments)]
+
+
+def _branches(run: list[Segment], past_of: Past, device: torch.device | str) -> Branches:
     own = _bucket([segment.length for segment in run], device)
     past = max(segment.begin for segment in run)
-    past_RP = np.stack([np.resize(tree.past(s), past) for s in run])
+    past_RP = np.stack([np.resize(past_of(s), past) for s in run])
     starts_R = np.array([s.start for s in run])
     lengths_R = np.array([s.length for s in run])
     offsets_L = np.arange(own.longest)

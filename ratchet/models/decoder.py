@@ -8,7 +8,7 @@ T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim,
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ratchet.models.config import DecoderConfig
 from ratchet.models.ops import rms_norm, rotate, swiglu
+from ratchet.models.parts import UNDIVIDED, WHOLE, Part, Seams
 from ratchet.models.rope import RotaryTable
 
 
@@ -88,10 +89,12 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = build_mlp(config)
+        self.seams: Seams = UNDIVIDED
 
     def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
-        x_Td = x_Td + self.self_attn(self.input_layernorm(x_Td), cos_T1D, sin_T1C, attend)
-        return x_Td + self.mlp(self.post_attention_layernorm(x_Td))
+        enter, leave = self.seams.enter, self.seams.leave
+        x_Td = x_Td + leave(self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend))
+        return x_Td + leave(self.mlp(enter(self.post_attention_layernorm(x_Td))))
 
 
 def build_mlp(config: DecoderConfig) -> nn.Module:
@@ -100,33 +103,53 @@ def build_mlp(config: DecoderConfig) -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """Its matrices are uninitialised memory until weights are loaded, or `init_weights` is called."""
+    """Its matrices are uninitialised memory until weights are loaded, or `init_weights` is called.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    config: of the whole model. part: what of it is here; `seams` join it to the others.
+    """
+
+    def __init__(self, config: DecoderConfig, part: Part = WHOLE) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.config, self.part = config, part
+        own, rows = part.local(config), len(part.tensor.range(config.vocab_size))
+        embeds = part.first or (part.last and config.tied)
+        self.embed_tokens = Embedding(rows, config.hidden_size) if embeds else None
+        here = part.pipeline.range(config.n_layers)
+        self.layers = nn.ModuleDict({str(layer): Block(own, layer) for layer in here})
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if part.last else None
+        self.lm_head = Linear(config.hidden_size, rows, bias=False) if part.last and not config.tied else None
         self.rotary = RotaryTable(config)
         self.checkpointing = False
+        self.seams: Seams = UNDIVIDED
 
     @property
     def head_weight(self) -> Tensor:
         """[V, d]; the embedding itself when tied."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        holder = self.embed_tokens if self.lm_head is None else self.lm_head
+        assert holder is not None, "this part of the decoder has no head"
+        return holder.weight
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token."""
-        x_Td = self.embed_tokens(tokens_T)
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        assert self.embed_tokens is not None, "this part of the decoder has no embedding"
+        return self.seams.embed(tokens_T, self.embed_tokens.weight)
+
+    def join(self, seams: Seams) -> None:
+        """From now on it exchanges hidden states through these."""
+        self.seams = seams
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.seams = seams
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, x_Td: Tensor | None = None) -> Tensor:
+        """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token. Of a part of the
+        layers: what they make of x_Td, which comes from the part before; None in the first."""
+        x_Td = self.embed(tokens_T) if x_Td is None else x_Td
         cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
-        for block in self.layers:
-            if self.checkpointing and torch.is_grad_enabled():
-                x_Td = checkpoint(block, x_Td, cos_T1D, sin_T1C, attend, use_reentrant=False)
-            else:
-                x_Td = block(x_Td, cos_T1D, sin_T1C, attend)
-        return self.norm(x_Td)
+        for block in self.layers.values():
+            inputs = (x_Td, cos_T1D, sin_T1C, attend)
+            again = self.checkpointing and torch.is_grad_enabled()
+            x_Td = cast(Tensor, checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs))
+        return x_Td if self.norm is None else self.seams.finish(self.norm(x_Td))
 
     def init_weights(self, seed: int) -> Decoder:
         """Matrices normal(0, init_std), biases 0, norms 1; the same bits on every device for one seed."""

@@ -21,6 +21,7 @@ from ratchet.errors import ModelError
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.files import atomic_path, write_json
+from ratchet.models.parts import WHOLE, Part
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
@@ -176,13 +177,13 @@ def _without_tied_copy(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) 
         raise ModelError(f"{HEAD} differs from the embedding, though tie_word_embeddings says that it is the same")
 
 
-def empty_decoder(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+def empty_decoder(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str, part: Part = WHOLE) -> Decoder:
     """Weights are uninitialised memory, taken once."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return Decoder(config)
+            return Decoder(config, part)
     finally:
         torch.set_default_dtype(before)
 

@@ -61,6 +61,10 @@ class PolicyModel(nn.Module, ABC):
         lengths: tokens of each sequence, each at least 1; they sum to T. positions_T restarts at 0 in each.
         """
 
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        """As `hidden`, by a call that hooks of torch see: FSDP fetches weights before it."""
+        return self.hidden(tokens_T, positions_T, lengths)
+
     @abstractmethod
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """The model's logits of the next token, [n, V], in float32 (float64 for float64 models) even under autocast: a

@@ -20,7 +20,7 @@ from ratchet.algorithms.base import Algorithm, Term
 from ratchet.algorithms.properties import PROPERTIES, applies
 from ratchet.batch import Batch
 from ratchet.errors import RatchetError
-from ratchet.learners.local import weighing_rows
+from ratchet.learners.plan import weighing_rows
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.updates import Found, Update, differentiated, gathered, measured, same, tokens_of, values_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.batch import Batch
-from ratchet.learners.columns import Wanted, sequence_scores, state_values, token_columns
+from ratchet.learners.columns import Head, Wanted, sequence_scores, state_values, token_columns
 from ratchet.types import (
     Cancelled,
     Failed,
@@ -70,7 +70,8 @@ class TinyRole:
         hidden_Td = torch.tanh(self.embedding_Vd[batch.tokens_T] + before_Td / 2)
         columns: dict[str, Tensor] = {}
         if not PREDICTIONS.isdisjoint(names):
-            columns |= token_columns(self._logits, hidden_Td, batch, mask_T, wanted, chunk_rows=1 << 30)
+            head = Head(self._logits, len(self.head_Vd), chunk_rows=1 << 30)
+            columns |= token_columns(head, hidden_Td, batch, mask_T, wanted)
         scalars_T = hidden_Td @ self.scalar_d
         columns |= {"values": state_values(scalars_T, mask_T), "scores": sequence_scores(scalars_T, batch)}
         return {**columns, "token_scores": scalars_T}

@@ -30,7 +30,7 @@ from ratchet.batch import Batch
 from ratchet.config.kinds import construct, resolve
 from ratchet.data.packing import pack
 from ratchet.interfaces import Outputs
-from ratchet.learners.columns import outcomes
+from ratchet.learners.columns import OneVocabulary, outcomes
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.synthetic import TinyRole
 from ratchet.types import Scored, Truncated, Unjudged
@@ -67,7 +67,7 @@ def with_rest(logprobs_K: Tensor) -> Tensor:
 
 def columns(all_V: Tensor, ids: list[int]) -> Tensor:
     """As learners make them: K tokens and, where K < V, a bucket."""
-    return outcomes(all_V[None], torch.tensor([ids]))[0]
+    return outcomes(OneVocabulary(), all_V[None], torch.tensor([ids]), len(all_V))[0]
 
 
 def at_one_token(teacher: Tensor, student: Tensor, ids: list[int], **options) -> Tensor:

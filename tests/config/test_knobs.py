@@ -352,7 +352,7 @@ def costs(monkeypatch) -> dict[str, int]:
 
     count(Forward, "outputs", add("microbatches"))
     count(ratchet.models.decoder, "checkpoint", add("recomputed"))
-    count(ratchet.learners.forward, "token_columns", most("chunk_rows", lambda *a, chunk_rows, **k: chunk_rows))
+    count(ratchet.learners.forward, "token_columns", most("chunk_rows", lambda head, *a: head.chunk_rows))
     count(Crew, "run", most("jobs", lambda crew, jobs: len(jobs)))
     count(Scheduler, "_enter", add("prefills"))
     count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))

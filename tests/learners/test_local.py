@@ -19,7 +19,8 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
 from ratchet.learners.config import LocalConfig
-from ratchet.learners.local import LocalLearner, weighing_rows
+from ratchet.learners.local import LocalLearner
+from ratchet.learners.plan import weighing_rows
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.heads import ScalarHead
@@ -291,7 +292,8 @@ def test_an_entropy_that_no_loss_uses_is_measured_without_gradient(tokens):
     found = asyncio.run(made.score(batch, ["entropy"]))["entropy"]
     assert float(sums["entropy/entropy"]) == pytest.approx(float(found[batch.trainable_T].mean()), rel=1e-12)
     micro = batch.take(weighing_rows(batch, terms))
-    assert made.hands[0].outputs(micro, {"entropy"}).need("entropy").requires_grad
+    hand = made.hands[0]
+    assert hand.outputs(micro, hand.hidden(micro), {"entropy"}).need("entropy").requires_grad
     assert not made.hands[0].outputs(micro, {"entropy"}, measured={"entropy"}).need("entropy").requires_grad
 
 

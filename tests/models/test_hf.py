@@ -37,7 +37,7 @@ def test_canonical_weights_are_views_that_cover_every_parameter_once():
     weights = dict(canonical_weights(decoder))
     assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in decoder.parameters())
     weights["model.layers.1.self_attn.k_proj.weight"].fill_(7.0)
-    fused = decoder.layers[1].self_attn.qkv_proj.weight.detach()
+    fused = decoder.layers["1"].self_attn.qkv_proj.weight.detach()
     assert (fused == 7).all(dim=1).nonzero()[:, 0].tolist() == list(range(64, 128))  # after 2 query heads of 32 rows
     assert all(w.is_contiguous() and not w.requires_grad for w in weights.values())
 

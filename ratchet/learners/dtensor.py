@@ -1,0 +1,219 @@
+"""A rank of a learner whose model is spread over several: FSDP2 (DTensor shards) around a part of a decoder, or around any
+model of transformers.
+
+Losses and gradients are sums, as everywhere. FSDP averages over its ranks, so a loss is multiplied by their number first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from ratchet.batch import Batch
+from ratchet.checkpoint.blocks import Blocks, save_blocks
+from ratchet.config.schema import OptimizerConfig
+from ratchet.interfaces import LossTerm, Shard
+from ratchet.learners.columns import Head, Wanted, token_columns
+from ratchet.learners.config import DTensorConfig
+from ratchet.learners.forward import Forward, logits_mib
+from ratchet.learners.held import global_norm, held_parameters, local, scale_gradients, sum_partial
+from ratchet.learners.mesh import Mesh
+from ratchet.learners.optimizer import AdamW
+from ratchet.learners.pace import Pace
+from ratchet.models.collectives import sum_forward
+from ratchet.models.heads import ScalarHead
+from ratchet.models.policy import PolicyModel
+from ratchet.models.spread import SpreadPolicy
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def shard_model(model: nn.Module, units: Sequence[nn.Module], mesh: Mesh, *, offload: bool = False) -> None:
+    """Divides the parameters over the ranks that share a gradient. units: whose weights are fetched one after the other."""
+    if mesh.fsdp is None:
+        return
+    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh.fsdp, offload_policy=policy)
+
+
+class RankForward(Forward):
+    """On one rank of a mesh: some of the tokens of each sequence, some of the vocabulary's logits."""
+
+    @property
+    def language_head(self) -> Head:
+        head, model = super().language_head, self.model
+        vocabulary = model.vocabulary if isinstance(model, SpreadPolicy) else None
+        return head if vocabulary is None else Head(head.logits, head.size, head.chunk_rows, vocabulary)
+
+    def predictions(self, micro: Batch, hidden_Td: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+        own = self._own(micro)
+        if own is None:
+            return super().predictions(micro, hidden_Td, wanted)
+        place_T, here_T, group = own
+        # The state before a token predicts it; that of a sequence's last token predicts nothing.
+        mask_T = micro.predicted_T & here_T.roll(1)
+        columns = token_columns(self.language_head, hidden_Td, micro, mask_T, wanted, place_T)
+        return {name: sum_forward(column, group) for name, column in columns.items()}
+
+    def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
+        scalars_t = super().scalars(micro, hidden_Td)
+        own = self._own(micro)
+        if own is None:
+            return scalars_t
+        place_T, here_T, group = own
+        tokens = here_T.nonzero()[:, 0]
+        return sum_forward(scalars_t.new_zeros(micro.n_tokens).index_put((tokens,), scalars_t[place_T[tokens]]), group)
+
+    def _own(self, micro: Batch) -> tuple[Tensor, Tensor, dist.ProcessGroup] | None:
+        """(where each token's hidden state lies, whether it is on this rank, the ranks that have the others)."""
+        model = self.model
+        division = model.division(micro.lengths_S.tolist()) if isinstance(model, SpreadPolicy) else None
+        if division is None or not isinstance(model, SpreadPolicy) or model.spread.context is None:
+            return None
+        tokens = torch.from_numpy(division.tokens).to(self.device)
+        place_T = torch.zeros(micro.n_tokens, dtype=torch.int64, device=self.device)
+        place_T[tokens] = torch.arange(len(tokens), device=self.device)
+        here_T = torch.zeros(micro.n_tokens, dtype=torch.bool, device=self.device)
+        here_T[tokens] = True
+        return place_T, here_T, model.spread.context
+
+
+class DTensorLearner:
+    """What one rank does for `Learner`. Every rank gets the same calls, in the same order, and as many micro-batches.
+
+    model, head: divided by `shard_model`. optimizer, total_steps, autocast, shared_vocab: as for `LocalLearner`.
+    """
+
+    def __init__(
+        self,
+        config: DTensorConfig,
+        mesh: Mesh,
+        model: PolicyModel,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        head: ScalarHead | None = None,
+        autocast: bool = False,
+        shared_vocab: int | None = None,
+    ) -> None:
+        self.config, self.mesh, self.model, self.head = config, mesh, model, head
+        model.checkpointing = config.activation_checkpointing
+        device = next(model.parameters()).device.type
+        mib = logits_mib(config.logprob_chunk_mib, device)
+        self.forward = RankForward(model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab)
+        self.held = held_parameters(model, head, mesh)
+        self.optimizer, self.pace = None, None
+        if optimizer is not None:
+            self.optimizer = AdamW([(item.name, item.parameter) for item in self.held], optimizer, local=local)
+            self.pace = Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+
+    # --- computing
+
+    def score(self, micros: Sequence[Batch], wanted: Sequence[str], *, top_k: int = 0) -> list[dict[str, Tensor]]:
+        """Columns of each micro-batch, on the CPU; nothing on a rank that only helps."""
+        found = []
+        for micro in micros:
+            columns = self.forward.score(micro, wanted, top_k=top_k)
+            found.append({name: columns[name].to("cpu") for name in wanted})
+        self._divide()
+        return found if self.mesh.topology.answers(self.mesh.at) else []
+
+    def update(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> Mapping[str, float]:
+        """One optimizer step on the micro-batches of all ranks. None at all: a step that is skipped."""
+        optimizer, pace = self.optimizer, self.pace
+        assert optimizer is not None, "a frozen role was asked to update"
+        assert pace is not None
+        metrics = pace.begin()
+        if not micros:
+            return {**metrics, "skipped_empty": 1.0}
+        sums = self._sums([self._learn(micro, terms) for micro in micros])
+        sum_partial(self.held)
+        norm, loss = global_norm(self.held, sums["loss"], 1 / self.mesh.topology.world, self.forward.device)
+        metrics |= sums | {"grad_norm": norm}
+        try:
+            if not pace.sound(norm, loss):
+                return {**metrics, "skipped_nonfinite": 1.0}
+            most = pace.config.max_grad_norm
+            if most is not None:
+                scale_gradients(self.held, min(1.0, most / (norm + 1e-6)))
+            optimizer.step(metrics["lr"])
+        finally:
+            optimizer.zero_grad()
+        return metrics
+
+    def _learn(self, micro: Batch, terms: Sequence[LossTerm]) -> Mapping[str, Tensor]:
+        micro = micro.to(self.forward.device, self.forward.dtype)
+        total, found = self.forward.losses(micro, self.forward.hidden(micro), terms)
+        (total * self.mesh.topology.summands).backward()
+        return found
+
+    def _sums(self, found: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Over micro-batches and data ranks."""
+        names = list(found[0])
+        totals = torch.stack([torch.stack([part[name] for part in found]).sum() for name in names]).double()
+        if self.mesh.rows is not None:
+            dist.all_reduce(totals, group=self.mesh.rows)
+        return dict(zip(names, (totals / self.mesh.topology.context).tolist(), strict=True))
+
+    def _divide(self) -> None:
+        """After a forward without backward FSDP keeps the root's weights whole, and an update would not be seen."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # --- weights and state
+
+    def weights(self) -> Iterator[Shard]:
+        """This rank's blocks; those that several ranks hold come from the first of them only."""
+        for item in self.held:
+            if item.first and not item.name.startswith("head."):
+                yield from item.blocks(item.local)
+
+    def save(self, directory: Path) -> None:
+        numbers: dict[str, Any] = {}
+        blocks = [block for item in self.held if item.first for block in item.blocks(item.local)]
+        if self.optimizer is not None and self.pace is not None:
+            state = self.optimizer.state
+            steps = {name: int(moments["step"]) for name, moments in state.items()}
+            numbers = {"taken": self.pace.taken, "bad": self.pace.bad, "steps": steps}
+            for item in (item for item in self.held if item.first and item.name in state):
+                for key in MOMENTS:
+                    blocks += [named(block, f"{key}/{block.name}") for block in item.blocks(state[item.name][key])]
+        save_blocks(directory, self.mesh.rank, blocks, numbers)
+        dist.barrier()
+
+    def load(self, directory: Path) -> None:
+        """What any number of ranks saved. Raises CheckpointError where something is missing."""
+        stored = Blocks(directory)
+        with torch.no_grad():
+            for item in self.held:
+                for block in item.blocks(item.local):
+                    block.tensor.copy_(stored.read(block.name, block.offsets, block.tensor.shape))
+        if self.optimizer is not None and self.pace is not None:
+            self.pace.taken, self.pace.bad = stored.numbers["taken"], stored.numbers["bad"]
+            self.optimizer.load(self._moments(stored))
+
+    def _moments(self, stored: Blocks) -> dict[str, dict[str, Tensor]]:
+        made: dict[str, dict[str, Tensor]] = {}
+        for item in self.held:
+            steps = stored.numbers["steps"].get(item.name)
+            if steps is None:
+                continue
+            made[item.name] = {"step": torch.tensor(float(steps))}
+            for key in MOMENTS:
+                moment = torch.empty_like(item.local)
+                for block in item.blocks(moment):
+                    block.tensor.copy_(stored.read(f"{key}/{block.name}", block.offsets, block.tensor.shape))
+                made[item.name][key] = moment
+        return made
+
+
+def named(block: Shard, name: str) -> Shard:
+    return Shard(name, block.shape, block.offsets, block.tensor)

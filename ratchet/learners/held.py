@@ -1,0 +1,134 @@
+"""The parameters of a rank: how much of each it holds, and who holds the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ratchet.interfaces import Shard
+from ratchet.learners.mesh import Mesh
+from ratchet.learners.topology import Topology
+from ratchet.models.collectives import Group
+from ratchet.models.heads import ScalarHead
+from ratchet.models.layout import Piece, divided, pieces, shards
+from ratchet.models.policy import DecoderPolicy, PolicyModel
+from ratchet.models.spread import SpreadPolicy
+
+
+@dataclass(frozen=True)
+class Held:
+    """rows: of the whole parameter that lie here, where FSDP divides it; None: all of them. copies: ranks that hold the same
+    block. partial: groups whose ranks have a summand of the gradient each, beside those over which FSDP has summed it.
+    first: whether this rank speaks for all that hold the same."""
+
+    name: str
+    parameter: nn.Parameter
+    pieces: tuple[Piece, ...]
+    rows: range | None
+    copies: int
+    partial: tuple[Group, ...]
+    first: bool
+
+    @property
+    def local(self) -> Tensor:
+        return local(self.parameter.detach())
+
+    def blocks(self, like: Tensor) -> Iterator[Shard]:
+        """Of a tensor that lies as the parameter's local part does."""
+        return shards(self.pieces, like, self.rows)
+
+
+def local(x: Tensor) -> Tensor:
+    """What of it is on this rank."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def own_rows(parameter: Tensor, mesh: Mesh) -> range | None:
+    """FSDP gives each rank as many rows as the first, as long as there are any."""
+    if not isinstance(parameter, DTensor):
+        return None
+    total, share = parameter.shape[0], mesh.share
+    size = -(-total // share.of)
+    return range(min(size * share.index, total), min(size * (share.index + 1), total))
+
+
+def sum_partial(held: Sequence[Held]) -> None:
+    """Adds up the gradients that are divided between ranks that hold the same parameter."""
+    for item in held:
+        if item.parameter.grad is not None:
+            for group in item.partial:
+                dist.all_reduce(local(item.parameter.grad), group=group)
+
+
+def scale_gradients(held: Sequence[Held], factor: float) -> None:
+    for item in held:
+        if item.parameter.grad is not None and factor != 1.0:
+            local(item.parameter.grad).mul_(factor)
+
+
+def global_norm(held: Sequence[Held], loss: float, share: float, device: torch.device) -> tuple[float, float]:
+    """(norm of the whole gradient, sum over all ranks of `loss` * `share`), the same on every rank."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for item in held:
+        if item.parameter.grad is not None:
+            total[0] += torch.linalg.vector_norm(local(item.parameter.grad)).double().square() / item.copies
+    total[1] = loss * share
+    dist.all_reduce(total)
+    return float(total[0].sqrt()), float(total[1])
+
+
+def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> list[Held]:
+    """In the order of the model's parameters; those of the scalar head come last, and only where it is read."""
+    topology, decoder = mesh.topology, model.decoder if isinstance(model, DecoderPolicy) else None
+    blocks = pieces(decoder) if decoder is not None else {}
+    made: list[Held] = []
+    for name, parameter in model.named_parameters():
+        short = name.partition(".")[2]
+        own = blocks[short] if decoder is not None else _whole(short, parameter)
+        spread = decoder is not None and divided(short)
+        partial = _partial(short, mesh, sequence=isinstance(model, SpreadPolicy) and model.spread.sequence)
+        copies = topology.replicas * (1 if spread else topology.tensor)
+        first = mesh.at.replica == 0 and (spread or mesh.at.tensor == 0)
+        rows = own_rows(parameter, mesh)
+        made.append(Held(name, parameter, own, rows, copies * _unsharded(rows, topology), partial, first and _here(rows, mesh)))
+    for name, parameter in () if head is None else head.named_parameters():
+        rows = own_rows(parameter, mesh)
+        copies = topology.replicas * topology.tensor * _unsharded(rows, topology)
+        first = mesh.at.replica == 0 and mesh.at.tensor == 0 and _here(rows, mesh)
+        made.append(Held(f"head.{name}", parameter, _whole(f"head.{name}", parameter), rows, copies, (), first))
+    return made
+
+
+def _whole(name: str, parameter: Tensor) -> tuple[Piece, ...]:
+    shape = tuple(parameter.shape)
+    return (Piece(name, shape, (0,) * len(shape), range(shape[0])),)
+
+
+def _unsharded(rows: range | None, topology: Topology) -> int:
+    """How often FSDP's ranks would repeat it."""
+    return topology.shards * topology.context if rows is None else 1
+
+
+def _here(rows: range | None, mesh: Mesh) -> bool:
+    return rows is not None or mesh.share.index == 0
+
+
+def _partial(name: str, mesh: Mesh, *, sequence: bool) -> tuple[Group, ...]:
+    """Which parameters see only some of the heads, or some of the tokens, though each rank has them whole."""
+    if mesh.tensor is None or divided(name):
+        return ()
+    heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
+    return (mesh.tensor,) if heads or (sequence and "norm" in name) else ()
+
+
+def fill_held(held: Sequence[Held], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]) -> None:
+    """Copies every block from where its name, offsets and sizes are found."""
+    with torch.no_grad():
+        for item in held:
+            for block in item.blocks(item.local):
+                block.tensor.copy_(read(block.name, block.offsets, block.tensor.shape))

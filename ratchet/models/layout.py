@@ -1,0 +1,97 @@
+"""Which block of which canonical weight lies where in the memory of a rank.
+
+Our decoder fuses matrices, tensor parallelism divides them, FSDP divides what is left by rows. On disk and on the wire a weight
+has its Hugging Face name and its whole shape, and a rank's share of it is a block: an offset and a size in each dimension. So
+whatever is saved, sent or loaded is blocks, and no rank ever holds a whole model for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ratchet.interfaces import Shard
+from ratchet.models.config import DecoderConfig
+from ratchet.models.decoder import Decoder
+from ratchet.models.parts import Part
+
+BY_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")  # what tensor parallelism divides by its outputs ...
+BY_COLUMNS = ("o_proj", "down_proj")  # ... and by its inputs; of all else each rank has the whole
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of a parameter that are one block of a canonical weight. shape: of the whole weight. offsets: where the
+    block starts in it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    rows: range
+
+    def cut(self, rows: range) -> Piece | None:
+        """What of it lies in these rows of the parameter, counted from the first of them; None for nothing."""
+        start, stop = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
+        if start >= stop:
+            return None
+        offsets = (self.offsets[0] + start - self.rows.start, *self.offsets[1:])
+        return replace(self, offsets=offsets, rows=range(start - rows.start, stop - rows.start))
+
+
+def pieces(decoder: Decoder) -> Mapping[str, tuple[Piece, ...]]:
+    """By the name of the parameter, in the order of its rows."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    return {name: tuple(_pieces(name, shape, decoder.config, decoder.part)) for name, shape in shapes.items()}
+
+
+def shards(pieces: tuple[Piece, ...], local: Tensor, rows: range | None = None) -> Iterator[Shard]:
+    """The blocks of a tensor that lies as the parameter does: the parameter, its gradient, a moment of it. rows: those of the
+    parameter that `local` holds; None: all."""
+    for piece in pieces:
+        here = piece if rows is None else piece.cut(rows)
+        if here is not None:
+            yield Shard(here.name, here.shape, here.offsets, local[here.rows.start : here.rows.stop])
+
+
+def divided(name: str) -> bool:
+    """Whether tensor parallelism divides the parameter, so that each rank has another block."""
+    return _module(name) in (*BY_ROWS, *BY_COLUMNS)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _pieces(name: str, shape: tuple[int, ...], config: DecoderConfig, part: Part) -> Iterator[Piece]:
+    path, _, kind = name.rpartition(".")
+    above, _, leaf = path.rpartition(".")
+    prefix = f"model.{above}." if above else "model."
+    share, rows, rest = part.tensor, shape[0], shape[1:]
+    if leaf in (fused := fused_rows(config)):
+        start = 0
+        for piece, total in fused[leaf].items():
+            own = share.range(total)
+            yield Piece(
+                f"{prefix}{piece}.{kind}", (total, *rest), (own.start, *(0,) * len(rest)), range(start, start + len(own))
+            )
+            start += len(own)
+    elif leaf in BY_COLUMNS and rest:
+        total = rest[0] * share.of
+        yield Piece(f"{prefix}{leaf}.{kind}", (rows, total), (0, share.range(total).start), range(rows))
+    elif leaf in BY_ROWS:
+        own = share.range(config.vocab_size)
+        canonical = name if leaf == "lm_head" else f"{prefix}{leaf}.{kind}"
+        yield Piece(canonical, (config.vocab_size, *rest), (own.start, 0), range(rows))
+    else:
+        yield Piece(f"{prefix}{leaf}.{kind}", shape, (0,) * len(shape), range(rows))
+
+
+def fused_rows(config: DecoderConfig) -> Mapping[str, Mapping[str, int]]:
+    """Fused matrix -> canonical matrices in order, with their rows."""
+    kv = config.n_kv_heads * config.head_dim
+    return {
+        "qkv_proj": {"q_proj": config.n_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+    }

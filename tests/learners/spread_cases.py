@@ -1,0 +1,135 @@
+"""What ranks of a spread learner do in tests: the same model and batches on every rank, results back as numbers."""
+
+import asyncio
+
+import torch
+
+from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.config.policy_gradient import PPOConfig
+from ratchet.algorithms.policy_gradient import build
+from ratchet.config.schema import OptimizerConfig
+from ratchet.data.packing import pack
+from ratchet.learners.config import DTensorConfig, LocalConfig
+from ratchet.learners.dispatch import deal, gather_columns
+from ratchet.learners.dtensor import DTensorLearner, shard_model
+from ratchet.learners.held import fill_held
+from ratchet.learners.local import LocalLearner
+from ratchet.learners.mesh import Mesh
+from ratchet.learners.plan import plan_microbatches, weighing_rows
+from ratchet.learners.topology import Topology
+from ratchet.models.config import DecoderConfig
+from ratchet.models.heads import ScalarHead
+from ratchet.models.load import init_policy
+from ratchet.models.spread import Spread, SpreadPolicy
+from ratchet.testing.builders import make_group, make_trajectory
+
+VOCAB = 23
+SHAPE = DecoderConfig(VOCAB, 16, 4, 4, 2, 8, 24, init_std=0.3)
+UNTIED = DecoderConfig(VOCAB, 16, 4, 4, 2, 8, 24, init_std=0.3, tied=False, qk_norm=False, qkv_bias=True, family="qwen2")
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
+
+
+def groups(seed, n=5, attempts=3, longest=12):
+    """Ragged: an empty completion, a lone token, equal rewards in one group."""
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda low, high, size=(): torch.randint(low, high, size, generator=rng)  # noqa: E731
+    made = []
+    for g in range(n):
+        prompt = draw(0, VOCAB, (int(draw(1, 9)),)).tolist()
+        rows = []
+        for a in range(attempts):
+            length = int(draw(1, longest)) if (g, a) != (0, 0) else 0
+            reward = 1.0 if g == 1 else float(draw(0, 2))
+            rows.append(make_trajectory(prompt, draw(0, VOCAB, (length,)).tolist(), reward=reward, attempt=a))
+        made.append(make_group(f"g{g}", rows))
+    return made
+
+
+def weighed(seed):
+    """(batch with weights and every column, terms of the policy and the critic): a step of PPO."""
+    algorithm = build(PPOConfig())
+    batch = pack(groups(seed))
+    zeros = torch.zeros(batch.n_tokens, dtype=torch.float64)
+    batch = batch.fill_tokens(old_logprobs=zeros - 1.0, values=zeros + 0.1, ref_logprobs=zeros - 2.0)
+    batch = batch.fill_sequences(bootstrap_values=torch.zeros(batch.n_sequences, dtype=torch.float64))
+    batch = algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState())
+    return batch, [*algorithm.losses["policy"], *algorithm.losses["critic"]]
+
+
+def whole_weights(policy, head):
+    found = {name: tensor.clone() for name, tensor in policy.canonical_weights()}
+    return {**found, "head.weight": head.weight.detach().clone()}
+
+
+def alone(shape, steps, dtype=torch.float64):
+    """What one process makes of it: (metrics by step, weights, columns of the last batch)."""
+    policy, head = init_policy(shape, seed=3, dtype=dtype), ScalarHead(shape.hidden_size).to(dtype).init_weights(4, std=0.3)
+    learner = LocalLearner(LocalConfig(micro_batch_tokens=40), policy, optimizer=OPTIMIZER, total_steps=10, head=head)
+    metrics = []
+    for step in range(steps):
+        batch, terms = weighed(step)
+        metrics.append(dict(asyncio.run(learner.update(batch, terms))))
+    columns = asyncio.run(learner.score(weighed(0)[0], WANTED, top_k=3))
+    return metrics, whole_weights(policy, head), columns
+
+
+WANTED = ["logprobs", "entropy", "values", "scores", "topk_logprobs", "topk_ids"]
+
+
+def made(mesh, shape, dtype, config):
+    spread = Spread(mesh.part, mesh.tensor, mesh.context, sequence=config.sequence_parallel)
+    policy = SpreadPolicy(shape, spread, device="cpu", dtype=dtype)
+    head = ScalarHead(shape.hidden_size).to(dtype)
+    shard_model(policy, list(policy.decoder.layers.values()), mesh)
+    shard_model(head, [], mesh)
+    learner = DTensorLearner(config, mesh, policy, optimizer=OPTIMIZER, total_steps=10, head=head)
+    first = init_policy(shape, seed=3, dtype=dtype)
+    weights = whole_weights(first, ScalarHead(shape.hidden_size).to(dtype).init_weights(4, std=0.3))
+
+    def read(name, offsets, sizes):
+        return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+    fill_held(learner.held, read)
+    return learner
+
+
+def micros_of(mesh, batch, terms=None):
+    part = batch if terms is None else batch.take(weighing_rows(batch, terms))
+    plan = plan_microbatches(part, max_tokens=40, shares=mesh.context is None, hands=mesh.topology.data)
+    return deal(part, plan, mesh.topology.data)[mesh.topology.data_rank(mesh.at)]
+
+
+def spread(rank, topology, shape, steps, options, dtype, directory=None):
+    """On one rank: (metrics by step, blocks of weights, (rows, columns) of the last batch where the rank answers)."""
+    mesh = Mesh(Topology(**topology), "cpu")
+    learner = made(mesh, shape, dtype, DTensorConfig(**options))
+    metrics = []
+    for step in range(steps):
+        batch, terms = weighed(step)
+        micros = [micro.batch for micro in micros_of(mesh, batch, terms)]
+        metrics.append(dict(learner.update(micros, terms)))
+    micros = micros_of(mesh, weighed(0)[0])
+    columns = learner.score([micro.batch for micro in micros], WANTED, top_k=3)
+    blocks = [(b.name, b.shape, b.offsets, b.tensor.clone()) for b in learner.weights()]
+    if directory is not None:
+        learner.save(directory)
+    return metrics, blocks, [micro.rows for micro in micros] if columns else [], columns
+
+
+def assembled(results):
+    """The whole weights, from every rank's blocks; each number exactly once."""
+    found, seen = {}, {}
+    for _, blocks, _, _ in results:
+        for name, shape, offsets, tensor in blocks:
+            whole = found.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
+            count = seen.setdefault(name, torch.zeros(shape))
+            where = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+            whole[where] = tensor
+            count[where] += 1
+    assert all((count == 1).all() for count in seen.values()), "a block came from no rank, or from several"
+    return found
+
+
+def columns_of(results, batch):
+    plan = [rows for _, _, own, _ in results for rows in own]
+    return gather_columns(batch, plan, [found for *_, columns in results for found in columns])
