@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.models.config import DecoderConfig
+from ratchet.models.moe import MixtureMLP
 from ratchet.models.ops import rms_norm, rotate, swiglu
 from ratchet.models.rope import RotaryTable
 
@@ -77,7 +78,8 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x_Td: Tensor) -> Tensor:
+    def forward(self, x_Td: Tensor, row_multiple: int = 1) -> Tensor:
+        """row_multiple: the caller has padded all rows to it, and here they stay together."""
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
 
@@ -87,16 +89,11 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = build_mlp(config)
+        self.mlp = MixtureMLP(config) if config.is_mixture(layer) else GatedMLP(config)
 
-    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend, row_multiple: int = 1) -> Tensor:
         x_Td = x_Td + self.self_attn(self.input_layernorm(x_Td), cos_T1D, sin_T1C, attend)
-        return x_Td + self.mlp(self.post_attention_layernorm(x_Td))
-
-
-def build_mlp(config: DecoderConfig) -> nn.Module:
-    """The seam for mixture-of-experts layers."""
-    return GatedMLP(config)
+        return x_Td + self.mlp(self.post_attention_layernorm(x_Td), row_multiple)
 
 
 class Decoder(nn.Module):
@@ -117,15 +114,18 @@ class Decoder(nn.Module):
         """[V, d]; the embedding itself when tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token."""
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, row_multiple: int = 1) -> Tensor:
+        """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token.
+
+        row_multiple: who pads T to a multiple for the sake of stable products names it here, for products with fewer rows.
+        """
         x_Td = self.embed_tokens(tokens_T)
         cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
         for block in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x_Td = checkpoint(block, x_Td, cos_T1D, sin_T1C, attend, use_reentrant=False)
+                x_Td = checkpoint(block, x_Td, cos_T1D, sin_T1C, attend, row_multiple, use_reentrant=False)
             else:
-                x_Td = block(x_Td, cos_T1D, sin_T1C, attend)
+                x_Td = block(x_Td, cos_T1D, sin_T1C, attend, row_multiple)
         return self.norm(x_Td)
 
     def init_weights(self, seed: int) -> Decoder:
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if parameter.dim() == 2:
+                if parameter.dim() >= 2:
                     values = torch.empty(parameter.shape).normal_(0.0, self.config.init_std, generator=generator)
                     parameter.copy_(values)
                 elif name.endswith("bias"):

@@ -16,6 +16,11 @@ VARIANTS = {
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe, a dense layer": (
+        "qwen3_moe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
 }
 
 
