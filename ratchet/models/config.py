@@ -21,7 +21,7 @@ REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_hea
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Sparse:
     """How a `model_type` speaks of its experts; the first two are its defaults."""
 
     n_experts: int
@@ -51,10 +51,10 @@ class Family:
     rope_theta: float = 10000.0
     bos_id: int | None = None
     eos_id: int | None = None
-    mixture: Mixture | None = None
+    sparse: Sparse | None = None
 
 
-MIXTRAL = Mixture(
+MIXTRAL = Sparse(
     8, 2, "intermediate_size", renormalise=True, dense_layers=False, block="block_sparse_moe", gate_up=("w1", "w3"), down="w2"
 )
 FAMILIES: Mapping[str, Family] = {
@@ -65,7 +65,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, qkv_bias=None, head_dim=128),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", qk_norm=True, qkv_bias=None, kv_heads=4, mixture=Mixture(128, 8, "moe_intermediate_size")
+        "Qwen3MoeForCausalLM", qk_norm=True, qkv_bias=None, kv_heads=4, sparse=Sparse(128, 8, "moe_intermediate_size")
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -76,7 +76,7 @@ FAMILIES: Mapping[str, Family] = {
         rope_theta=1e6,
         bos_id=1,
         eos_id=2,
-        mixture=MIXTRAL,
+        sparse=MIXTRAL,
     ),
 }
 
@@ -126,7 +126,7 @@ class DecoderConfig:
         self._check_experts()
 
     def _check_experts(self) -> None:
-        sparse = [name for name, family in FAMILIES.items() if family.mixture]
+        sparse = [name for name, family in FAMILIES.items() if family.sparse]
         if bool(self.n_experts) != (self.family in sparse):
             raise ModelError(
                 f"n_experts={self.n_experts} with family '{self.family}': {', '.join(sparse)} have experts, no others"
@@ -136,7 +136,7 @@ class DecoderConfig:
         if self.n_experts and self.expert_intermediate_size < 1:
             raise ModelError(f"expert_intermediate_size={self.expert_intermediate_size} must be at least 1")
 
-    def is_mixture(self, layer: int) -> bool:
+    def is_sparse(self, layer: int) -> bool:
         return self.n_experts > 0 and layer not in self.dense_layers
 
     @classmethod
@@ -206,13 +206,13 @@ class DecoderConfig:
         }
 
     def _experts_hf(self) -> dict[str, Any]:
-        mixture = FAMILIES[self.family].mixture
-        if mixture is None:
+        sparse = FAMILIES[self.family].sparse
+        if sparse is None:
             return {}
         return {
             **dict.fromkeys(EXPERT_KEYS, self.n_experts),
             "num_experts_per_tok": self.experts_per_token,
-            mixture.size_key: self.expert_intermediate_size,
+            sparse.size_key: self.expert_intermediate_size,
             "norm_topk_prob": self.renormalise,
             "mlp_only_layers": list(self.dense_layers),
             "decoder_sparse_step": 1,
@@ -226,10 +226,10 @@ class DecoderConfig:
         out_bias = self.out_bias and family.qkv_bias is None
         mlp_bias = self.mlp_bias and family.mlp_bias
         fitting = {"qk_norm": family.qk_norm, "qkv_bias": qkv_bias, "out_bias": out_bias, "mlp_bias": mlp_bias}
-        mixture = family.mixture
-        if mixture and mixture.renormalise is not None:
-            fitting["renormalise"] = mixture.renormalise
-        if mixture and not mixture.dense_layers:
+        sparse = family.sparse
+        if sparse and sparse.renormalise is not None:
+            fitting["renormalise"] = sparse.renormalise
+        if sparse and not sparse.dense_layers:
             fitting |= {"dense_layers": (), "expert_intermediate_size": self.intermediate_size}
         for name, value in fitting.items():
             if getattr(self, name) != value:
@@ -241,8 +241,8 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
     model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
         return f"model_type '{model_type}' is not one of {', '.join(FAMILIES)}"
-    mixture = FAMILIES[model_type].mixture
-    if missing := [key for key in (*REQUIRED, *([mixture.size_key] if mixture else [])) if hf.get(key) is None]:
+    sparse = FAMILIES[model_type].sparse
+    if missing := [key for key in (*REQUIRED, *([sparse.size_key] if sparse else [])) if hf.get(key) is None]:
         return f"its config.json says nothing about {', '.join(missing)}"
     if hf.get("hidden_act", "silu") not in SILU:
         return f"hidden_act '{hf['hidden_act']}' is not silu"
@@ -250,7 +250,7 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
         return "its weights are quantized (quantization_config)"
     if sliding := _sliding_reason(hf, FAMILIES[model_type]):
         return sliding
-    if mixture and (experts := _experts_reason(hf, mixture)):
+    if sparse and (experts := _experts_reason(hf, sparse)):
         return experts
     return _rope_reason(hf)
 
@@ -264,36 +264,36 @@ def _sliding_reason(hf: Mapping[str, Any], family: Family) -> str | None:
         if window is not None and window < hf.get("max_position_embeddings", family.max_positions):
             return f"sliding_window={window} is shorter than its context"
     elif hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None and not hf.get("layer_types"):
-        first = 0 if family.mixture else hf.get("max_window_layers", 28)
+        first = 0 if family.sparse else hf.get("max_window_layers", 28)
         if first < hf["num_hidden_layers"]:
             return f"use_sliding_window limits the attention of layers {first} and up"
     return None
 
 
-def _experts_reason(hf: Mapping[str, Any], mixture: Mixture) -> str | None:
+def _experts_reason(hf: Mapping[str, Any], sparse: Sparse) -> str | None:
     stated = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
     if len(stated) > 1:
         return f"{' and '.join(EXPERT_KEYS)} disagree"
-    experts, chosen = stated.pop() if stated else mixture.n_experts, hf.get("num_experts_per_tok", mixture.experts_per_token)
+    experts, chosen = stated.pop() if stated else sparse.n_experts, hf.get("num_experts_per_tok", sparse.experts_per_token)
     if not 0 < chosen <= experts:
         return f"num_experts_per_tok={chosen} of {experts} experts can't be chosen"
-    if mixture.dense_layers and hf.get("decoder_sparse_step", 1) < 1:
+    if sparse.dense_layers and hf.get("decoder_sparse_step", 1) < 1:
         return f"decoder_sparse_step={hf['decoder_sparse_step']} is below 1"
     return None
 
 
 def _experts(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    mixture = family.mixture
-    if mixture is None:
+    sparse = family.sparse
+    if sparse is None:
         return {}
-    dense = set(hf.get("mlp_only_layers") or ()) if mixture.dense_layers else set()
-    step = int(hf.get("decoder_sparse_step", 1)) if mixture.dense_layers else 1
+    dense = set(hf.get("mlp_only_layers") or ()) if sparse.dense_layers else set()
+    step = int(hf.get("decoder_sparse_step", 1)) if sparse.dense_layers else 1
     stated = (hf[key] for key in EXPERT_KEYS if hf.get(key) is not None)
     return {
-        "n_experts": int(next(stated, mixture.n_experts)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", mixture.experts_per_token)),
-        "expert_intermediate_size": int(hf[mixture.size_key]),
-        "renormalise": bool(hf.get("norm_topk_prob", False)) if mixture.renormalise is None else mixture.renormalise,
+        "n_experts": int(next(stated, sparse.n_experts)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", sparse.experts_per_token)),
+        "expert_intermediate_size": int(hf[sparse.size_key]),
+        "renormalise": bool(hf.get("norm_topk_prob", False)) if sparse.renormalise is None else sparse.renormalise,
         "dense_layers": tuple(n for n in range(int(hf["num_hidden_layers"])) if n in dense or (n + 1) % step),
     }
 

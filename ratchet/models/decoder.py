@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.models.config import DecoderConfig
-from ratchet.models.moe import MixtureMLP
+from ratchet.models.moe import SparseMLP
 from ratchet.models.ops import rms_norm, rotate, swiglu
 from ratchet.models.rope import RotaryTable
 
@@ -89,7 +89,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MixtureMLP(config) if config.is_mixture(layer) else GatedMLP(config)
+        self.mlp = SparseMLP(config) if config.is_sparse(layer) else GatedMLP(config)
 
     def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend, row_multiple: int = 1) -> Tensor:
         x_Td = x_Td + self.self_attn(self.input_layernorm(x_Td), cos_T1D, sin_T1C, attend)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratchet.errors import ModelError
-from ratchet.models.config import FAMILIES, DecoderConfig, Mixture
+from ratchet.models.config import FAMILIES, DecoderConfig, Sparse
 from ratchet.models.decoder import Decoder
 from ratchet.models.files import atomic_path, write_json
 
@@ -31,18 +31,18 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints c
 def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, detached view into a parameter), each weight once: a tied head is left out."""
     fused = _fused_rows(decoder.config)
-    mixture = FAMILIES[decoder.config.family].mixture if decoder.config.n_experts else None
+    sparse = FAMILIES[decoder.config.family].sparse if decoder.config.n_experts else None
     for name, parameter in decoder.named_parameters():
         weight = parameter.detach()
         path, _, kind = name.rpartition(".")
         module, _, leaf = path.rpartition(".")
-        if mixture and module.endswith(".mlp"):
-            module = module.removesuffix("mlp") + mixture.block
+        if sparse and module.endswith(".mlp"):
+            module = module.removesuffix("mlp") + sparse.block
         prefix = f"model.{module}." if module else "model."
         if path == "lm_head":
             yield name, weight
-        elif mixture and leaf == "experts":
-            yield from _expert_matrices(mixture, f"{prefix}experts", kind, weight)
+        elif sparse and leaf == "experts":
+            yield from _expert_matrices(sparse, f"{prefix}experts", kind, weight)
         elif leaf in fused:
             for piece, rows in zip(fused[leaf], weight.split(list(fused[leaf].values())), strict=True):
                 yield f"{prefix}{piece}.{kind}", rows
@@ -50,8 +50,8 @@ def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{leaf}.{kind}", weight
 
 
-def _expert_matrices(mixture: Mixture, prefix: str, kind: str, weight_E: Tensor) -> Iterator[tuple[str, Tensor]]:
-    names = mixture.gate_up if kind == "gate_up_proj" else (mixture.down,)
+def _expert_matrices(sparse: Sparse, prefix: str, kind: str, weight_E: Tensor) -> Iterator[tuple[str, Tensor]]:
+    names = sparse.gate_up if kind == "gate_up_proj" else (sparse.down,)
     for expert, matrix in enumerate(weight_E):
         for name, rows in zip(names, matrix.chunk(len(names)), strict=True):
             yield f"{prefix}.{expert}.{name}.weight", rows

@@ -50,7 +50,7 @@ class Experts(nn.Module):
         return products(swiglu(products(x_Nd, self.gate_up_proj, counts_E)), self.down_proj, counts_E)
 
 
-class MixtureMLP(nn.Module):
+class SparseMLP(nn.Module):
     """exchange: how rows reach the experts. Here they stay; where ranks hold a part of the experts each, it sends every row to
     the rank of its expert, lets it compute, and brings the result back."""
 

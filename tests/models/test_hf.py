@@ -47,6 +47,20 @@ def test_canonical_weights_are_views_that_cover_every_parameter_once():
     assert all(w.is_contiguous() and not w.requires_grad for w in weights.values())
 
 
+@pytest.mark.parametrize(
+    ("family", "up"), [("qwen3_moe", "mlp.experts.2.up_proj"), ("mixtral", "block_sparse_moe.experts.2.w3")]
+)
+def test_experts_have_views_of_their_own(family, up):
+    shape = {"qk_norm": family == "qwen3_moe", "expert_intermediate_size": 192}
+    decoder = Decoder(preset("tiny-moe", 50, family=family, **shape)).init_weights(0)
+    weights = dict(canonical_weights(decoder))
+    assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in decoder.parameters())
+    weights[f"model.layers.1.{up}.weight"].fill_(7.0)
+    fused = decoder.layers[1].mlp.experts.gate_up_proj.detach()
+    assert (fused == 7).all(dim=2).nonzero().tolist() == [[2, row] for row in range(192, 384)]
+    assert all(w.is_contiguous() and not w.requires_grad for w in weights.values())
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_canonical_names_are_those_of_transformers(variant, reference, tmp_path):
     model_type, fields = VARIANTS[variant]

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ratchet.models.moe import Experts, MixtureMLP, arrange, grouped, products
+from ratchet.models.moe import Experts, SparseMLP, arrange, grouped, products
 from ratchet.models.presets import preset
 
 
 def layer(dtype=torch.float64, **overrides):
-    made = MixtureMLP(preset("tiny-moe", 50, hidden_size=16, expert_intermediate_size=24, **overrides)).to(dtype)
+    made = SparseMLP(preset("tiny-moe", 50, hidden_size=16, expert_intermediate_size=24, **overrides)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
