@@ -19,10 +19,13 @@ from ratchet.testing.conformance import check_generator
 from ratchet.types import Sampling, StopReason
 
 VOCAB, EOS = 29, 5
+EXPERTS = {"n_experts": 4, "experts_per_token": 2}
 FAMILIES = {
     "qwen3": {"family": "qwen3", "qk_norm": True, "tied": True},
     "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True, "tied": True},
     "llama": {"family": "llama", "qk_norm": False, "tied": False},
+    "qwen3_moe": {"family": "qwen3_moe", "tied": False, **EXPERTS, "expert_intermediate_size": 24, "renormalise": False},
+    "mixtral": {"family": "mixtral", "qk_norm": False, "tied": False, **EXPERTS, "expert_intermediate_size": 48},
 }
 
 

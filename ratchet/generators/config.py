@@ -25,8 +25,8 @@ class EngineConfig(Section):
     prefill_tokens: int = Field(2048, ge=1, description="Prompt tokens of one forward; a longer prompt goes alone.")
     row_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
-        description="Token rows of a forward are padded to a multiple of this, so that a request's result doesn't depend on "
-        "its neighbours; auto: measured when the engine starts.",
+        description="Token rows of a forward, and of each expert, are padded to a multiple of this, so that a request's result "
+        "doesn't depend on its neighbours; auto: measured when the engine starts.",
     )
     keep_kv: bool = Field(
         False, description="Running requests keep the old weights' keys and values at a commit, instead of computing them anew."

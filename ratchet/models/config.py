@@ -16,7 +16,22 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {  # what each rope_type needs beside
     "yarn": ("factor", ORIGINAL),
 }
 SILU = ("silu", "swish")
+EXPERT_KEYS = ("num_experts", "num_local_experts")  # Qwen's older name; Mixtral's, since transformers 5 everybody's
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """How a `model_type` speaks of its experts; the first two are its defaults."""
+
+    n_experts: int
+    experts_per_token: int
+    size_key: str  # an expert's intermediate size
+    renormalise: bool | None = None  # None: `norm_topk_prob` says so
+    dense_layers: bool = True  # whether `mlp_only_layers` and `decoder_sparse_step` mean anything
+    block: str = "mlp"  # the layer's name in files, and those of an expert's matrices
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True)
@@ -30,22 +45,49 @@ class Family:
     max_positions: int = 32768
     kv_heads: int | None = 32  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / heads
-    sliding_window: int | None = None  # applies where the key is absent; `use_sliding_window` gates it in Qwen's
+    gated_window: bool = True  # `use_sliding_window` says whether attention is limited
+    sliding_window: int | None = None  # where it isn't gated and the key is absent
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
     bos_id: int | None = None
     eos_id: int | None = None
+    sparse: Sparse | None = None
 
 
+MIXTRAL = Sparse(
+    8, 2, "intermediate_size", renormalise=True, dense_layers=False, block="block_sparse_moe", gate_up=("w1", "w3"), down="w2"
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", qkv_bias=None, mlp_bias=True, max_positions=2048, kv_heads=None, bos_id=1, eos_id=2),
-    "mistral": Family("MistralForCausalLM", max_positions=131072, kv_heads=8, sliding_window=4096, bos_id=1, eos_id=2),
+    "mistral": Family(
+        "MistralForCausalLM", max_positions=131072, kv_heads=8, gated_window=False, sliding_window=4096, bos_id=1, eos_id=2
+    ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, qkv_bias=None, head_dim=128),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qk_norm=True, qkv_bias=None, kv_heads=4, sparse=Sparse(128, 8, "moe_intermediate_size")
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        max_positions=131072,
+        kv_heads=8,
+        gated_window=False,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        bos_id=1,
+        eos_id=2,
+        sparse=MIXTRAL,
+    ),
 }
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Llama, Mistral, Qwen2 and Qwen3 dense decoders: they differ in these fields only."""
+    """Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE decoders: they differ in these fields only.
+
+    n_experts: of each layer but the `dense_layers`; 0 in families without. renormalise: the weights of a token's experts add up
+    to 1.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -66,6 +108,11 @@ class DecoderConfig:
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    n_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    renormalise: bool = True
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -76,6 +123,21 @@ class DecoderConfig:
         if keys is None or any(self.rope.get(key) is None for key in ("rope_theta", *keys)):
             known = "; ".join(f"{kind}: {', '.join(('rope_theta', *keys))}" for kind, keys in ROPE_KEYS.items())
             raise ModelError(f"rope={dict(self.rope)} lacks a rope_type or a key of it; they are {known}")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        sparse = [name for name, family in FAMILIES.items() if family.sparse]
+        if bool(self.n_experts) != (self.family in sparse):
+            raise ModelError(
+                f"n_experts={self.n_experts} with family '{self.family}': {', '.join(sparse)} have experts, no others"
+            )
+        if self.n_experts and not 0 < self.experts_per_token <= self.n_experts:
+            raise ModelError(f"experts_per_token={self.experts_per_token} must be 1 to n_experts={self.n_experts}")
+        if self.n_experts and self.expert_intermediate_size < 1:
+            raise ModelError(f"expert_intermediate_size={self.expert_intermediate_size} must be at least 1")
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.n_experts > 0 and layer not in self.dense_layers
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
@@ -102,11 +164,12 @@ class DecoderConfig:
             out_bias=attention_bias if family.qkv_bias is None else False,
             mlp_bias=bool(hf.get("mlp_bias", False)) and family.mlp_bias,
             tied=bool(hf.get("tie_word_embeddings", False)),
-            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            norm_eps=float(hf.get("rms_norm_eps", family.norm_eps)),
             init_std=float(hf.get("initializer_range", 0.02)),
-            rope=_rope(hf, int(hf.get("max_position_embeddings", family.max_positions))),
+            rope=_rope(hf, family),
             bos_id=hf.get("bos_token_id", family.bos_id),
             eos_ids=_ids((generation or {}).get("eos_token_id")) or _ids(hf.get("eos_token_id", family.eos_id)),
+            **_experts(hf, family),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -139,6 +202,20 @@ class DecoderConfig:
             "use_sliding_window": False,
             "bos_token_id": self.bos_id,
             "eos_token_id": _one_or_list(self.eos_ids),
+            **self._experts_hf(),
+        }
+
+    def _experts_hf(self) -> dict[str, Any]:
+        sparse = FAMILIES[self.family].sparse
+        if sparse is None:
+            return {}
+        return {
+            **dict.fromkeys(EXPERT_KEYS, self.n_experts),
+            "num_experts_per_tok": self.experts_per_token,
+            sparse.size_key: self.expert_intermediate_size,
+            "norm_topk_prob": self.renormalise,
+            "mlp_only_layers": list(self.dense_layers),
+            "decoder_sparse_step": 1,
         }
 
     def _check_family(self) -> None:
@@ -149,6 +226,11 @@ class DecoderConfig:
         out_bias = self.out_bias and family.qkv_bias is None
         mlp_bias = self.mlp_bias and family.mlp_bias
         fitting = {"qk_norm": family.qk_norm, "qkv_bias": qkv_bias, "out_bias": out_bias, "mlp_bias": mlp_bias}
+        sparse = family.sparse
+        if sparse and sparse.renormalise is not None:
+            fitting["renormalise"] = sparse.renormalise
+        if sparse and not sparse.dense_layers:
+            fitting |= {"dense_layers": (), "expert_intermediate_size": self.intermediate_size}
         for name, value in fitting.items():
             if getattr(self, name) != value:
                 raise ModelError(f"no '{self.family}' config.json can say {name}={getattr(self, name)}, only {name}={value}")
@@ -159,7 +241,8 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
     model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
         return f"model_type '{model_type}' is not one of {', '.join(FAMILIES)}"
-    if missing := [key for key in REQUIRED if hf.get(key) is None]:
+    sparse = FAMILIES[model_type].sparse
+    if missing := [key for key in (*REQUIRED, *([sparse.size_key] if sparse else [])) if hf.get(key) is None]:
         return f"its config.json says nothing about {', '.join(missing)}"
     if hf.get("hidden_act", "silu") not in SILU:
         return f"hidden_act '{hf['hidden_act']}' is not silu"
@@ -167,6 +250,8 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
         return "its weights are quantized (quantization_config)"
     if sliding := _sliding_reason(hf, FAMILIES[model_type]):
         return sliding
+    if sparse and (experts := _experts_reason(hf, sparse)):
+        return experts
     return _rope_reason(hf)
 
 
@@ -174,15 +259,43 @@ def _sliding_reason(hf: Mapping[str, Any], family: Family) -> str | None:
     kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
     if kinds:
         return f"layer_types has {', '.join(sorted(kinds))}"
-    if family.sliding_window is not None:
+    if not family.gated_window:
         window = hf.get("sliding_window", family.sliding_window)
         if window is not None and window < hf.get("max_position_embeddings", family.max_positions):
             return f"sliding_window={window} is shorter than its context"
     elif hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None and not hf.get("layer_types"):
-        first = hf.get("max_window_layers", 28)
+        first = 0 if family.sparse else hf.get("max_window_layers", 28)
         if first < hf["num_hidden_layers"]:
             return f"use_sliding_window limits the attention of layers {first} and up"
     return None
+
+
+def _experts_reason(hf: Mapping[str, Any], sparse: Sparse) -> str | None:
+    stated = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
+    if len(stated) > 1:
+        return f"{' and '.join(EXPERT_KEYS)} disagree"
+    experts, chosen = stated.pop() if stated else sparse.n_experts, hf.get("num_experts_per_tok", sparse.experts_per_token)
+    if not 0 < chosen <= experts:
+        return f"num_experts_per_tok={chosen} of {experts} experts can't be chosen"
+    if sparse.dense_layers and hf.get("decoder_sparse_step", 1) < 1:
+        return f"decoder_sparse_step={hf['decoder_sparse_step']} is below 1"
+    return None
+
+
+def _experts(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    sparse = family.sparse
+    if sparse is None:
+        return {}
+    dense = set(hf.get("mlp_only_layers") or ()) if sparse.dense_layers else set()
+    step = int(hf.get("decoder_sparse_step", 1)) if sparse.dense_layers else 1
+    stated = (hf[key] for key in EXPERT_KEYS if hf.get(key) is not None)
+    return {
+        "n_experts": int(next(stated, sparse.n_experts)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", sparse.experts_per_token)),
+        "expert_intermediate_size": int(hf[sparse.size_key]),
+        "renormalise": bool(hf.get("norm_topk_prob", False)) if sparse.renormalise is None else sparse.renormalise,
+        "dense_layers": tuple(n for n in range(int(hf["num_hidden_layers"])) if n in dense or (n + 1) % step),
+    }
 
 
 def _rope_reason(hf: Mapping[str, Any]) -> str | None:
@@ -203,13 +316,13 @@ def _stated_rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 
-def _rope(hf: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
+def _rope(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """`rope_parameters` as transformers 5 writes them, from these or from the older `rope_theta` + `rope_scaling`."""
     rope = {key: value for key, value in _stated_rope(hf).items() if key != "type"}
     rope["rope_type"] = _stated_rope(hf).get("rope_type", _stated_rope(hf).get("type", "default"))
-    rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta)
     if ORIGINAL in ROPE_KEYS[rope["rope_type"]]:
-        rope[ORIGINAL] = int(hf.get(ORIGINAL) or rope.get(ORIGINAL) or max_positions)
+        rope[ORIGINAL] = int(hf.get(ORIGINAL) or rope.get(ORIGINAL) or hf.get("max_position_embeddings", family.max_positions))
     return rope
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.models.config import DecoderConfig
+from ratchet.models.moe import SparseMLP
 from ratchet.models.ops import rms_norm, rotate, swiglu
 from ratchet.models.parts import UNDIVIDED, WHOLE, Part, Seams
 from ratchet.models.rope import RotaryTable
@@ -78,28 +79,24 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x_Td: Tensor) -> Tensor:
+    def forward(self, x_Td: Tensor, row_multiple: int = 1) -> Tensor:
+        """row_multiple: the caller has padded all rows to it, and here they stay together."""
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
 
 class Block(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, held: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = build_mlp(config)
+        self.mlp = SparseMLP(config, held) if config.is_sparse(layer) else GatedMLP(config)
         self.seams: Seams = UNDIVIDED
 
-    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend, row_multiple: int = 1) -> Tensor:
         enter, leave = self.seams.enter, self.seams.leave
         x_Td = x_Td + leave(self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend))
-        return x_Td + leave(self.mlp(enter(self.post_attention_layernorm(x_Td))))
-
-
-def build_mlp(config: DecoderConfig) -> nn.Module:
-    """The seam for mixture-of-experts layers."""
-    return GatedMLP(config)
+        return x_Td + leave(self.mlp(enter(self.post_attention_layernorm(x_Td)), row_multiple))
 
 
 class Decoder(nn.Module):
@@ -115,7 +112,8 @@ class Decoder(nn.Module):
         embeds = part.first or (part.last and config.tied)
         self.embed_tokens = Embedding(rows, config.hidden_size) if embeds else None
         here = part.pipeline.range(config.n_layers)
-        self.layers = nn.ModuleDict({str(layer): Block(own, layer) for layer in here})
+        experts = len(part.experts.range(config.n_experts))
+        self.layers = nn.ModuleDict({str(layer): Block(own, layer, experts) for layer in here})
         self.norm = RMSNorm(config.hidden_size, config.norm_eps) if part.last else None
         self.lm_head = Linear(config.hidden_size, rows, bias=False) if part.last and not config.tied else None
         self.rotary = RotaryTable(config)
@@ -140,13 +138,18 @@ class Decoder(nn.Module):
             if isinstance(module, Block):
                 module.seams = seams
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, x_Td: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, x_Td: Tensor | None = None, *, row_multiple: int = 1
+    ) -> Tensor:
         """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token. Of a part of the
-        layers: what they make of x_Td, which comes from the part before; None in the first."""
+        layers: what they make of x_Td, which comes from the part before; None in the first.
+
+        row_multiple: who pads T to a multiple for the sake of stable products names it here, for products with fewer rows.
+        """
         x_Td = self.embed(tokens_T) if x_Td is None else x_Td
         cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
         for block in self.layers.values():
-            inputs = (x_Td, cos_T1D, sin_T1C, attend)
+            inputs = (x_Td, cos_T1D, sin_T1C, attend, row_multiple)
             again = self.checkpointing and torch.is_grad_enabled()
             x_Td = cast(Tensor, checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs))
         return x_Td if self.norm is None else self.seams.finish(self.norm(x_Td))
@@ -156,7 +159,7 @@ class Decoder(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if parameter.dim() == 2:
+                if parameter.dim() >= 2:
                     values = torch.empty(parameter.shape).normal_(0.0, self.config.init_std, generator=generator)
                     parameter.copy_(values)
                 elif name.endswith("bias"):

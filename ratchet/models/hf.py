@@ -21,6 +21,7 @@ from ratchet.errors import ModelError
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.files import atomic_path, write_json
+from ratchet.models.layout import pieces, shards
 from ratchet.models.parts import WHOLE, Part
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,28 +32,10 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints c
 
 def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, detached view into a parameter), each weight once: a tied head is left out."""
-    fused = _fused_rows(decoder.config)
+    layout = pieces(decoder)
     for name, parameter in decoder.named_parameters():
-        weight = parameter.detach()
-        path, _, kind = name.rpartition(".")
-        module, _, leaf = path.rpartition(".")
-        prefix = f"model.{module}." if module else "model."
-        if path == "lm_head":
-            yield name, weight
-        elif leaf in fused:
-            for piece, rows in zip(fused[leaf], weight.split(list(fused[leaf].values())), strict=True):
-                yield f"{prefix}{piece}.{kind}", rows
-        else:
-            yield f"{prefix}{leaf}.{kind}", weight
-
-
-def _fused_rows(config: DecoderConfig) -> Mapping[str, Mapping[str, int]]:
-    """Fused matrix -> canonical matrices in order, with their rows."""
-    kv = config.n_kv_heads * config.head_dim
-    return {
-        "qkv_proj": {"q_proj": config.n_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
-    }
+        for block in shards(layout[name], parameter.detach()):
+            yield block.name, block.tensor
 
 
 def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ratchet.interfaces import Shard
-from ratchet.models.config import DecoderConfig
+from ratchet.models.config import FAMILIES, DecoderConfig, Sparse
 from ratchet.models.decoder import Decoder
 from ratchet.models.parts import Part
 
 BY_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")  # what tensor parallelism divides by its outputs ...
 BY_COLUMNS = ("o_proj", "down_proj")  # ... and by its inputs; of all else each rank has the whole
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,12 @@ def pieces(decoder: Decoder) -> Mapping[str, tuple[Piece, ...]]:
 
 
 def shards(pieces: tuple[Piece, ...], local: Tensor, rows: range | None = None) -> Iterator[Shard]:
-    """The blocks of a tensor that lies as the parameter does: the parameter, its gradient, a moment of it. rows: those of the
-    parameter that `local` holds; None: all."""
+    """The blocks of a tensor that lies as the parameter does: the parameter, its gradient, a moment of it. rows: the entries of
+    the parameter's first dimension that `local` holds; None: all."""
+    if local.dim() == 3:  # experts, whose matrices lie one behind the other
+        height = local.shape[1]
+        rows = None if rows is None else range(rows.start * height, rows.stop * height)
+        local = local.flatten(0, 1)
     for piece in pieces:
         here = piece if rows is None else piece.cut(rows)
         if here is not None:
@@ -57,7 +62,7 @@ def shards(pieces: tuple[Piece, ...], local: Tensor, rows: range | None = None) 
 
 def divided(name: str) -> bool:
     """Whether tensor parallelism divides the parameter, so that each rank has another block."""
-    return _module(name) in (*BY_ROWS, *BY_COLUMNS)
+    return _module(name) in (*BY_ROWS, *BY_COLUMNS, EXPERTS)
 
 
 def _module(name: str) -> str:
@@ -67,15 +72,19 @@ def _module(name: str) -> str:
 def _pieces(name: str, shape: tuple[int, ...], config: DecoderConfig, part: Part) -> Iterator[Piece]:
     path, _, kind = name.rpartition(".")
     above, _, leaf = path.rpartition(".")
+    sparse = FAMILIES[config.family].sparse
+    if sparse and above.endswith(".mlp") and leaf in ("gate", EXPERTS):
+        above = above.removesuffix("mlp") + sparse.block
     prefix = f"model.{above}." if above else "model."
     share, rows, rest = part.tensor, shape[0], shape[1:]
-    if leaf in (fused := fused_rows(config)):
+    if sparse and leaf == EXPERTS:
+        yield from _experts(f"{prefix}experts", kind, config, part, sparse)
+    elif leaf in (fused := fused_rows(config)):
         start = 0
         for piece, total in fused[leaf].items():
             own = share.range(total)
-            yield Piece(
-                f"{prefix}{piece}.{kind}", (total, *rest), (own.start, *(0,) * len(rest)), range(start, start + len(own))
-            )
+            offsets = (own.start, *(0,) * len(rest))
+            yield Piece(f"{prefix}{piece}.{kind}", (total, *rest), offsets, range(start, start + len(own)))
             start += len(own)
     elif leaf in BY_COLUMNS and rest:
         total = rest[0] * share.of
@@ -86,6 +95,21 @@ def _pieces(name: str, shape: tuple[int, ...], config: DecoderConfig, part: Part
         yield Piece(canonical, (config.vocab_size, *rest), (own.start, 0), range(rows))
     else:
         yield Piece(f"{prefix}{leaf}.{kind}", shape, (0,) * len(shape), range(rows))
+
+
+def _experts(prefix: str, kind: str, config: DecoderConfig, part: Part, sparse: Sparse) -> Iterator[Piece]:
+    """A matrix for each expert, of [E, 2F, d] or [E, d, F] laid out as rows."""
+    size, hidden = config.expert_intermediate_size, config.hidden_size
+    own = part.tensor.range(size)
+    names = sparse.gate_up if kind == "gate_up_proj" else (sparse.down,)
+    start = 0
+    for expert in part.experts.range(config.n_experts):
+        for name in names:
+            by_rows = kind == "gate_up_proj"
+            shape, offsets = ((size, hidden), (own.start, 0)) if by_rows else ((hidden, size), (0, own.start))
+            rows = range(start, start + (len(own) if by_rows else hidden))
+            yield Piece(f"{prefix}.{expert}.{name}.weight", shape, offsets, rows)
+            start = rows.stop
 
 
 def fused_rows(config: DecoderConfig) -> Mapping[str, Mapping[str, int]]:

@@ -53,6 +53,7 @@ class Part:
             n_heads=config.n_heads // n,
             n_kv_heads=config.n_kv_heads // n,
             intermediate_size=config.intermediate_size // n,
+            expert_intermediate_size=config.expert_intermediate_size // n,
         )
 
     def check(self, config: DecoderConfig) -> None:
@@ -62,11 +63,17 @@ class Part:
             "query heads": config.n_heads,
             "KV heads": config.n_kv_heads,
             "columns of an MLP": config.intermediate_size,
+            "columns of an expert": config.expert_intermediate_size,
         }.items():
             if total % n:
                 raise ModelError(f"learner.tensor_parallel={n} doesn't divide the model's {total} {what}: {_nearest(total, n)}")
         if n > 1 and (config.out_bias or config.mlp_bias):
             raise ModelError("biases behind the heads or in the MLPs can't be divided: set learner.tensor_parallel=1")
+        if self.experts.of > 1 and (not config.n_experts or config.n_experts % self.experts.of):
+            raise ModelError(
+                f"learner.expert_parallel={self.experts.of} doesn't divide the model's {config.n_experts} experts: set it to "
+                + (str(max(i for i in range(1, self.experts.of) if config.n_experts % i == 0)) if config.n_experts else "1")
+            )
         if self.pipeline.of > config.n_layers:
             raise ModelError(
                 f"{self.pipeline.of} pipeline stages for {config.n_layers} layers: set learner.pipeline_parallel to at most "

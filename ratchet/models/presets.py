@@ -22,11 +22,21 @@ def _shape(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, i
     }
 
 
+def _experts(count: int, per_token: int, intermediate: int) -> dict[str, Any]:
+    return {
+        "family": "qwen3_moe",
+        "n_experts": count,
+        "experts_per_token": per_token,
+        "expert_intermediate_size": intermediate,
+    }
+
+
 QWEN3 = {"max_positions": 40960, "rope": {"rope_type": "default", "rope_theta": 1e6}}
 
-# All Qwen3 shaped (QK norm, no biases) and tied; parameters without the embedding.
+# All Qwen3 or Qwen3-MoE shaped (QK norm, no biases) and tied; parameters without the embedding.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": _shape(64, 2, 2, 2, 32, 192),  # 0.1 M
+    "tiny-moe": _shape(64, 2, 2, 2, 32, 192) | _experts(4, 2, 96),  # 0.2 M, of which a token uses 0.1 M
     "small": _shape(128, 4, 4, 2, 32, 384),  # 0.8 M
     "medium": _shape(384, 6, 6, 3, 64, 1024),  # 10 M
     "large": _shape(768, 8, 12, 6, 64, 2048),  # 52 M

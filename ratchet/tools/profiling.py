@@ -52,7 +52,7 @@ def _subject(run: Run, policy: Policy, config: RunConfig, roles: Mapping[str, Co
     model = policy.model
     first = next(model.parameters())
     # Embeddings come last: they look up, and heads run on few of the rows.
-    matrices = [p.shape for p in model.parameters() if p.dim() == 2]
+    matrices = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]
     widest = max(matrices, key=lambda shape: (shape[0] != model.vocab_size, shape.numel()))
     core = getattr(policy.generator, "core", None)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from models.fused import file_names
 
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
@@ -25,6 +27,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +38,7 @@ def twins() -> Callable[[str], tuple[Decoder, Any]]:
 
     @cache
     def build(model_type: str) -> tuple[Decoder, Any]:
-        config = AutoConfig.for_model(model_type, **SHAPE)
+        config = AutoConfig.for_model(model_type, **SHAPE, **(EXPERTS if model_type in ("mixtral", "qwen3_moe") else {}))
         model = AutoModelForCausalLM.from_config(config).eval()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -43,7 +46,7 @@ def twins() -> Callable[[str], tuple[Decoder, Any]]:
                 noise = torch.empty(parameter.shape).normal_(0.0, 0.2, generator=generator)
                 parameter.add_(noise) if parameter.dim() == 1 else parameter.copy_(noise)
         decoder = Decoder(DecoderConfig.from_hf(config.to_dict()))
-        load_weights(decoder, ((name, weight) for name, weight in model.state_dict().items()))
+        load_weights(decoder, file_names(model_type, model.state_dict().items()).items())
         return decoder, model
 
     return build
@@ -54,3 +57,12 @@ def decoder() -> Decoder:
     """Our own to change: Qwen3 shaped, 67 tokens, context 160, uneven distributions."""
     shape = DecoderConfig(67, 64, 2, 4, 2, 32, 96, max_positions=160, init_std=0.2)
     return Decoder(shape).init_weights(0)
+
+
+@pytest.fixture(params=["dense", "sparse"])
+def either(request: pytest.FixtureRequest, decoder: Decoder) -> Decoder:
+    """The decoder, and one with experts."""
+    if request.param == "dense":
+        return decoder
+    experts = {"family": "qwen3_moe", "n_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 48}
+    return Decoder(replace(decoder.config, **experts)).init_weights(0)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from learners.test_local import ALGORITHMS, gradient, groups, learner, model, prepared
+from learners.test_local import ALGORITHMS, EXPERTS, gradient, groups, learner, model, prepared
 
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
@@ -18,23 +18,25 @@ def team(workers, **options):
     return learner(LocalConfig(micro_batch_tokens=8, workers=workers), **options)
 
 
+@pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "sparse"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("workers", [2, 3])
-def test_gradient_and_metrics_are_those_of_one(name, workers):
+def test_gradient_and_metrics_are_those_of_one(name, workers, fields):
     batch, terms = prepared(ALGORITHMS[name])
-    expected, sums = gradient(team(1), batch, terms)
-    found, others = gradient(team(workers), batch, terms)
+    expected, sums = gradient(team(1, net=model(**fields)), batch, terms)
+    found, others = gradient(team(workers, net=model(**fields)), batch, terms)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert sums.keys() == others.keys()
     for key, value in sums.items():
         torch.testing.assert_close(others[key], value, rtol=1e-10, atol=1e-12)
 
 
-def test_a_step_can_be_repeated_bit_by_bit_and_leaves_no_gradient_behind():
+@pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "sparse"])
+def test_a_step_can_be_repeated_bit_by_bit_and_leaves_no_gradient_behind(fields):
     batch, terms = prepared(ALGORITHMS["grpo"])
     ends = []
     for _ in range(3):
-        made = team(2, net=model(dtype=torch.float32))
+        made = team(2, net=model(dtype=torch.float32, **fields))
         for _ in range(3):
             asyncio.run(made.update(batch, terms))
         assert all(p.grad is None for hand in made.hands for _, p in hand.parameters())
@@ -43,8 +45,9 @@ def test_a_step_can_be_repeated_bit_by_bit_and_leaves_no_gradient_behind():
     assert torch.equal(ends[0], ends[2])
 
 
-def test_workers_share_the_weights_and_have_gradients_of_their_own():
-    first, second = team(2, head=ScalarHead(16).to(torch.float64)).hands
+@pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "sparse"])
+def test_workers_share_the_weights_and_have_gradients_of_their_own(fields):
+    first, second = team(2, net=model(**fields), head=ScalarHead(16).to(torch.float64)).hands
     for (name, own), (same, twin) in zip(first.parameters(), second.parameters(), strict=True):
         assert name == same
         assert own is not twin

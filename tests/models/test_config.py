@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,10 @@ SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 
 def hf(model_type="qwen3", **fields):
     return {"model_type": model_type, "num_key_value_heads": 2, "sliding_window": None, **SHAPE, **fields}
+
+
+def sparse(model_type="qwen3_moe", **fields):
+    return hf(model_type, **{"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_local_experts": 4, **fields})
 
 
 def test_the_older_rope_layout_means_the_same():
@@ -69,6 +74,48 @@ def test_biases_and_norms(model_type, fields, expected):
     assert (config.qkv_bias, config.out_bias, config.mlp_bias, config.qk_norm) == expected
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_both_spellings_of_the_number_of_experts(model_type):
+    newer = sparse(model_type, num_local_experts=6)
+    older = {key: value for key, value in newer.items() if key != "num_local_experts"} | {"num_experts": 6}
+    assert DecoderConfig.from_hf(older) == DecoderConfig.from_hf(newer) == DecoderConfig.from_hf(newer | older)
+    assert DecoderConfig.from_hf(newer).n_experts == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({}, ()),
+        ({"mlp_only_layers": None}, ()),
+        ({"mlp_only_layers": [3, 0, 9]}, (0, 3)),
+        ({"decoder_sparse_step": 2}, (0, 2, 4)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, (0, 1, 2, 3, 4)),
+    ],
+)
+def test_which_layers_are_dense(fields, dense):
+    config = DecoderConfig.from_hf(sparse(num_hidden_layers=6, **fields) | {"num_hidden_layers": 6})
+    assert config.dense_layers == dense
+    assert [layer for layer in range(6) if not config.is_sparse(layer)] == list(dense)
+    assert DecoderConfig.from_hf(sparse("mixtral", **fields)).dense_layers == ()  # it has no such keys
+
+
+def test_what_families_say_of_experts():
+    qwen, mixtral = (DecoderConfig.from_hf(sparse(model_type)) for model_type in ("qwen3_moe", "mixtral"))
+    assert (qwen.expert_intermediate_size, qwen.renormalise, qwen.qk_norm, qwen.head_dim) == (24, False, True, 8)
+    assert (mixtral.expert_intermediate_size, mixtral.renormalise, mixtral.qk_norm) == (48, True, False)
+    assert DecoderConfig.from_hf(sparse(norm_topk_prob=True)).renormalise
+    assert DecoderConfig.from_hf(sparse("mixtral", norm_topk_prob=False)).renormalise
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_absent_keys_of_experts_are_those_of_transformers(model_type):
+    from transformers import AutoConfig
+
+    stated = hf(model_type, **({"moe_intermediate_size": 24} if model_type == "qwen3_moe" else {}))
+    theirs = AutoConfig.for_model(**stated).to_dict()
+    assert DecoderConfig.from_hf(stated) == DecoderConfig.from_hf(theirs)
+
+
 @pytest.mark.parametrize(
     ("stated", "generation", "expected"),
     [
@@ -101,6 +148,15 @@ def test_ends_of_sequence(stated, generation, expected):
         (hf(rope_scaling={"rope_type": "linear"}), "without factor"),
         (hf(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (hf(rope_parameters={"full_attention": {"rope_type": "default"}}), "between layers"),
+        (sparse(moe_intermediate_size=None), "moe_intermediate_size"),
+        (sparse(num_experts=8), "num_experts and num_local_experts disagree"),
+        (sparse(num_local_experts=0), "num_experts_per_tok=2 of 0 experts"),
+        (sparse(num_experts_per_tok=5), "num_experts_per_tok=5 of 4 experts"),
+        (sparse("mixtral", num_experts_per_tok=0), "num_experts_per_tok=0 of 4 experts"),
+        (sparse(decoder_sparse_step=0), "decoder_sparse_step=0"),
+        (sparse(use_sliding_window=True, sliding_window=16), "layers 0 and up"),
+        (sparse("mixtral", sliding_window=16, max_position_embeddings=64), "sliding_window=16"),
+        (sparse("qwen2_moe"), "model_type 'qwen2_moe'"),  # its shared experts
     ],
 )
 def test_what_it_can_t_represent_is_named(config, words):
@@ -120,6 +176,9 @@ def test_what_it_can_t_represent_is_named(config, words):
         hf(layer_types=["full_attention"] * 2, use_sliding_window=False),
         hf(partial_rotary_factor=1.0),
         hf(quantization_config=None),
+        sparse(use_sliding_window=False, sliding_window=16),
+        sparse("mixtral", sliding_window=64, max_position_embeddings=64),
+        {key: value for key, value in sparse("mixtral").items() if key != "sliding_window"},
     ],
 )
 def test_windows_that_never_close_are_no_windows(config):
@@ -146,6 +205,10 @@ CONFIGS = {
     ),
     "mistral": DecoderConfig(50, 32, 2, 4, 2, 8, 48, 64, "mistral", qk_norm=False, bos_id=1, eos_ids=(2,)),
     "qwen2": DecoderConfig(50, 32, 2, 4, 2, 8, 48, 64, "qwen2", qk_norm=False, qkv_bias=True),
+    "qwen3_moe": preset("tiny-moe", 50, n_layers=4, renormalise=False, dense_layers=(0, 2)),
+    "mixtral": DecoderConfig(
+        50, 32, 2, 4, 2, 8, 48, 64, "mixtral", qk_norm=False, n_experts=4, experts_per_token=3, expert_intermediate_size=48
+    ),
     "qwen3": preset("tiny", 50, norm_eps=1e-5, rope={"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0}),
 }
 
@@ -164,6 +227,9 @@ def test_a_combination_without_a_model_type_is_refused():
         preset("tiny", 50, qk_norm=False).to_hf()
     with pytest.raises(ModelError, match="family 'gpt2'"):
         preset("tiny", 50, family="gpt2").to_hf()
+    for field, value in (("renormalise", False), ("dense_layers", (0,)), ("expert_intermediate_size", 47)):
+        with pytest.raises(ModelError, match=f"no 'mixtral' .* can say {field}="):
+            replace(CONFIGS["mixtral"], **{field: value}).to_hf()
 
 
 def test_impossible_shapes_are_refused():
@@ -173,3 +239,11 @@ def test_impossible_shapes_are_refused():
         preset("tiny", 50, head_dim=7)
     with pytest.raises(ModelError, match="rope"):
         preset("tiny", 50, rope={"rope_type": "yarn", "rope_theta": 1e4})
+    with pytest.raises(ModelError, match="n_experts=4 with family 'qwen3': qwen3_moe, mixtral have experts"):
+        preset("tiny", 50, n_experts=4)
+    with pytest.raises(ModelError, match="n_experts=0 with family 'qwen3_moe'"):
+        preset("tiny-moe", 50, n_experts=0)
+    with pytest.raises(ModelError, match="experts_per_token=5"):
+        preset("tiny-moe", 50, experts_per_token=5)
+    with pytest.raises(ModelError, match="expert_intermediate_size=0"):
+        preset("tiny-moe", 50, expert_intermediate_size=0)

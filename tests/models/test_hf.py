@@ -16,6 +16,11 @@ VARIANTS = {
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe, a dense layer": (
+        "qwen3_moe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
 }
 
 
@@ -39,6 +44,20 @@ def test_canonical_weights_are_views_that_cover_every_parameter_once():
     weights["model.layers.1.self_attn.k_proj.weight"].fill_(7.0)
     fused = decoder.layers["1"].self_attn.qkv_proj.weight.detach()
     assert (fused == 7).all(dim=1).nonzero()[:, 0].tolist() == list(range(64, 128))  # after 2 query heads of 32 rows
+    assert all(w.is_contiguous() and not w.requires_grad for w in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "up"), [("qwen3_moe", "mlp.experts.2.up_proj"), ("mixtral", "block_sparse_moe.experts.2.w3")]
+)
+def test_experts_have_views_of_their_own(family, up):
+    shape = {"qk_norm": family == "qwen3_moe", "expert_intermediate_size": 192}
+    decoder = Decoder(preset("tiny-moe", 50, family=family, **shape)).init_weights(0)
+    weights = dict(canonical_weights(decoder))
+    assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in decoder.parameters())
+    weights[f"model.layers.1.{up}.weight"].fill_(7.0)
+    fused = decoder.layers["1"].mlp.experts.gate_up_proj.detach()
+    assert (fused == 7).all(dim=2).nonzero().tolist() == [[2, row] for row in range(192, 384)]
     assert all(w.is_contiguous() and not w.requires_grad for w in weights.values())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ratchet.models.policy import DecoderPolicy
 from ratchet.models.prefixes import SHORTEST, PrefixTree, shared_beginning
 
 CONFIG = DecoderConfig(vocab_size=7, hidden_size=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, intermediate_size=24)
+SPARSE = replace(CONFIG, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12)
 
 
 @st.composite
@@ -61,10 +64,11 @@ def test_what_is_shared_by_hand():
     assert SHORTEST == 4
 
 
-@settings(max_examples=60, deadline=None)
-@given(families())
-def test_a_tree_equals_the_sequences_apart(rows: list[list[int]]):
-    net = DecoderPolicy(Decoder(CONFIG).init_weights(0).double())
+@pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "sparse"])
+@settings(max_examples=40, deadline=None)
+@given(rows=families())
+def test_a_tree_equals_the_sequences_apart(config: DecoderConfig, rows: list[list[int]]):
+    net = DecoderPolicy(Decoder(config).init_weights(0).double())
     tokens, positions, lengths = laid(rows)
     weights = torch.randn(len(tokens), CONFIG.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     tree = PrefixTree.of(tokens.numpy(), lengths)

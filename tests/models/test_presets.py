@@ -7,12 +7,21 @@ from ratchet.models.presets import PRESETS, preset
 def matrices(config):
     """Weights in the layers' matrices."""
     attention = 2 * config.hidden_size * (config.n_heads + config.n_kv_heads) * config.head_dim
-    return config.n_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    mlp = config.n_experts * config.expert_intermediate_size or config.intermediate_size
+    return config.n_layers * (attention + 3 * config.hidden_size * mlp)
 
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("tiny", 0.1), ("small", 0.8), ("medium", 9.7), ("large", 51.9), ("qwen3-0.6b", 440), ("qwen3-1.7b", 1409)],
+    [
+        ("tiny", 0.1),
+        ("tiny-moe", 0.18),
+        ("small", 0.8),
+        ("medium", 9.7),
+        ("large", 51.9),
+        ("qwen3-0.6b", 440),
+        ("qwen3-1.7b", 1409),
+    ],
 )
 def test_sizes(name, millions):
     assert matrices(preset(name, 64)) / 1e6 == pytest.approx(millions, rel=0.1)
@@ -21,7 +30,8 @@ def test_sizes(name, millions):
 @pytest.mark.parametrize("name", PRESETS)
 def test_shapes_are_tied_qwen3_models_of_the_tokenizer_s_vocabulary(name):
     config = preset(name, 71)
-    assert (config.vocab_size, config.family, config.qk_norm, config.tied) == (71, "qwen3", True, True)
+    family = "qwen3_moe" if "moe" in name else "qwen3"
+    assert (config.vocab_size, config.family, config.qk_norm, config.tied) == (71, family, True, True)
 
 
 def test_the_published_qwen3_sizes():

@@ -26,9 +26,9 @@ def stable_rows(decoder: Decoder) -> int:
     if weight.device.type != "cpu":
         return 1
     shapes = {
-        (min(p.shape[0], WIDEST), p.shape[1])
+        (min(p.shape[-2], WIDEST), p.shape[-1])  # of experts, each one's matrix
         for name, p in decoder.named_parameters()
-        if p.dim() == 2 and (p is weight or "embed" not in name)
+        if p.dim() >= 2 and (p is weight or "embed" not in name)
     }
     generator = torch.Generator().manual_seed(0)
     candidates = list(CANDIDATES)

@@ -198,7 +198,8 @@ class Scheduler:
         places = (self._upload(x) for x in (sources, slots, positions))
         attend = PrefillAttention(self.cache, lengths, *places)
         self.prefilled_tokens += len(tokens_T)
-        return self.decoder(F.pad(tokens_T, padding), F.pad(self._upload(_counting(lengths)), padding), attend)
+        tokens_T, positions_T = F.pad(tokens_T, padding), F.pad(self._upload(_counting(lengths)), padding)
+        return self.decoder(tokens_T, positions_T, attend, row_multiple=self.limits.row_multiple)
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -210,7 +211,7 @@ class Scheduler:
         if self._reserve(len(active.feed), longest + 1):
             self._active = active = self.slots.active(0, len(self.running))
         attend = DecodeAttention(self.cache, active.positions, longest)
-        hidden = self.decoder(active.feed, active.positions, attend)
+        hidden = self.decoder(active.feed, active.positions, attend, row_multiple=self.limits.row_multiple)
         self.decoded_tokens += active.count
         self._retire(self._emit(active, hidden))
 

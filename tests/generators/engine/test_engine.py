@@ -65,7 +65,7 @@ async def ticks(n):
 # --- against transformers
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "qwen3_moe", "mixtral"])
 def test_greedy_tokens_are_those_of_transformers(twins, family):
     decoder, model = twins(family)
     prompts = prompts_of(9)
@@ -75,7 +75,7 @@ def test_greedy_tokens_are_those_of_transformers(twins, family):
         assert ours.stop is StopReason.LENGTH
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "qwen3_moe", "mixtral"])
 def test_logprobs_are_those_of_a_transformers_forward_at_the_stop_token_too(twins, family):
     decoder, model = twins(family)
     prompts, samplings = prompts_of(20), [replace(s, stop_ids=(3, 4, 5)) for s in mixed_samplings(20)]
@@ -92,12 +92,12 @@ def test_logprobs_are_those_of_a_transformers_forward_at_the_stop_token_too(twin
 # --- against itself
 
 
-def test_cached_decoding_equals_a_forward_per_token(decoder):
+def test_cached_decoding_equals_a_forward_per_token(either):
     prompt = prompts_of(1)[0]
     tokens = list(prompt)
     for _ in range(12):
-        tokens.append(int(logits_of(decoder, tokens)[-1].argmax()))
-    assert engine(decoder).generate_all([prompt], [GREEDY])[0].tokens.tolist() == tokens[len(prompt) :]
+        tokens.append(int(logits_of(either, tokens)[-1].argmax()))
+    assert engine(either).generate_all([prompt], [GREEDY])[0].tokens.tolist() == tokens[len(prompt) :]
 
 
 def test_cached_decoding_stays_right_over_many_tiles_and_grown_slots():
@@ -111,25 +111,25 @@ def test_cached_decoding_stays_right_over_many_tiles_and_grown_slots():
 
 
 @pytest.mark.parametrize("max_running", [3, 17, 1024])
-def test_a_result_does_not_depend_on_the_batch(decoder, max_running):
+def test_a_result_does_not_depend_on_the_batch(either, max_running):
     """Bit for bit: alone, among 50 others of all lengths and settings, with any number of slots."""
     prompts, samplings = prompts_of(51), mixed_samplings(51)
-    alone = [engine(decoder).generate_all([p], [s])[0] for p, s in zip(prompts, samplings, strict=True)]
-    together = engine(decoder, max_running=max_running).generate_all(prompts, samplings)
+    alone = [engine(either).generate_all([p], [s])[0] for p, s in zip(prompts, samplings, strict=True)]
+    together = engine(either, max_running=max_running).generate_all(prompts, samplings)
     for a, b in zip(alone, together, strict=True):
         assert_same(a, b)
 
 
-def test_a_result_does_not_depend_on_who_arrives_when(decoder):
+def test_a_result_does_not_depend_on_who_arrives_when(either):
     prompts, samplings = prompts_of(51, seed=1), mixed_samplings(51)
-    alone = engine(decoder).generate_all(prompts[:1], [replace(samplings[1], max_new_tokens=40)])[0]
+    alone = engine(either).generate_all(prompts[:1], [replace(samplings[1], max_new_tokens=40)])[0]
 
     async def arrive(generator, i):
         await ticks((13 * i) % 29)
         return await generator.generate(prompts[i], samplings[i])
 
     async def run():
-        generator = engine(decoder, max_running=20, prefill_tokens=100)
+        generator = engine(either, max_running=20, prefill_tokens=100)
         others = [asyncio.create_task(arrive(generator, i)) for i in range(1, 51)]
         await ticks(10)
         mine = await generator.generate(prompts[0], replace(samplings[1], max_new_tokens=40))
@@ -160,14 +160,14 @@ def test_kept_mass_is_zero_in_the_log_where_nothing_is_cut_and_exact_where_somet
         np.testing.assert_allclose(completion.log_kept_mass, expected, atol=1e-5)
 
 
-def test_equal_prompts_that_wait_together_are_computed_once(decoder):
-    generator = engine(decoder)
+def test_equal_prompts_that_wait_together_are_computed_once(either):
+    generator = engine(either)
     group = [replace(SAMPLED, seed=i) for i in range(8)]
     completions = generator.generate_all([[1, 2, 3, 4, 5]] * 8 + [[9, 9]], [*group, SAMPLED])
     assert generator.core.prefilled_tokens == 5 + 2
     assert generator.core.decoded_tokens == 9 * (SAMPLED.max_new_tokens - 1)  # a prompt's forward gives the first token
     for sampling, completion in zip(group, completions, strict=False):
-        assert_same(completion, engine(decoder).generate_all([[1, 2, 3, 4, 5]], [sampling])[0])
+        assert_same(completion, engine(either).generate_all([[1, 2, 3, 4, 5]], [sampling])[0])
 
 
 def test_callers_of_the_same_moment_share_a_prompt(decoder):
@@ -187,10 +187,10 @@ def test_ended_requests_leave_and_waiting_ones_enter_at_once(decoder):
     assert generator.core.decoded_tokens == sum(lengths) - 4
 
 
-def test_a_padding_multiple_of_one_changes_rounding_only(decoder):
+def test_a_padding_multiple_of_one_changes_rounding_only(either):
     prompts, samplings = prompts_of(12), mixed_samplings(12)
-    padded = engine(decoder).generate_all(prompts, samplings)
-    for a, b in zip(padded, engine(decoder, row_multiple=1).generate_all(prompts, samplings), strict=True):
+    padded = engine(either).generate_all(prompts, samplings)
+    for a, b in zip(padded, engine(either, row_multiple=1).generate_all(prompts, samplings), strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
