@@ -22,12 +22,13 @@ from ratchet.interfaces import LossTerm, Shard
 from ratchet.learners.columns import Head, Wanted, token_columns
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.forward import Forward, logits_mib
-from ratchet.learners.held import global_norm, held_parameters, local, scale_gradients, sum_partial
+from ratchet.learners.held import complete_gradients, global_norm, held_parameters, local, scale_gradients
 from ratchet.learners.mesh import Mesh
 from ratchet.learners.optimizer import AdamW
 from ratchet.learners.pace import Pace
 from ratchet.models.collectives import sum_forward
 from ratchet.models.heads import ScalarHead
+from ratchet.models.moe import Experts
 from ratchet.models.policy import PolicyModel
 from ratchet.models.spread import SpreadPolicy
 
@@ -36,11 +37,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def shard_model(model: nn.Module, units: Sequence[nn.Module], mesh: Mesh, *, offload: bool = False) -> None:
     """Divides the parameters over the ranks that share a gradient. units: whose weights are fetched one after the other."""
-    if mesh.fsdp is None:
-        return
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    for unit in (*units, model):
-        fully_shard(unit, mesh=mesh.fsdp, offload_policy=policy)
+    apart: set[nn.Parameter] = set()
+    if mesh.experts is not None:
+        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+            apart.update(experts.parameters())
+            if mesh.expert_fsdp is not None:
+                fully_shard(experts, mesh=mesh.expert_fsdp, offload_policy=policy)
+    if mesh.fsdp is not None:
+        for unit in (*units, model):
+            fully_shard(unit, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart)
 
 
 class RankForward(Forward):
@@ -134,7 +140,7 @@ class DTensorLearner:
         if not micros:
             return {**metrics, "skipped_empty": 1.0}
         sums = self._sums([self._learn(micro, terms) for micro in micros])
-        sum_partial(self.held)
+        complete_gradients(self.held)
         norm, loss = global_norm(self.held, sums["loss"], 1 / self.mesh.topology.world, self.forward.device)
         metrics |= sums | {"grad_norm": norm}
         try:
@@ -158,8 +164,8 @@ class DTensorLearner:
         """Over micro-batches and data ranks."""
         names = list(found[0])
         totals = torch.stack([torch.stack([part[name] for part in found]).sum() for name in names]).double()
-        if self.mesh.rows is not None:
-            dist.all_reduce(totals, group=self.mesh.rows)
+        if self.mesh.sums is not None:
+            dist.all_reduce(totals, group=self.mesh.sums)
         return dict(zip(names, (totals / self.mesh.topology.context).tolist(), strict=True))
 
     def _divide(self) -> None:

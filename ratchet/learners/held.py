@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from ratchet.interfaces import Shard
 from ratchet.learners.mesh import Mesh
-from ratchet.learners.topology import Topology
 from ratchet.models.collectives import Group
 from ratchet.models.heads import ScalarHead
 from ratchet.models.layout import Piece, divided, pieces, shards
+from ratchet.models.parts import Share
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.spread import SpreadPolicy
 
@@ -32,6 +32,7 @@ class Held:
     rows: range | None
     copies: int
     partial: tuple[Group, ...]
+    excess: int
     first: bool
 
     @property
@@ -48,21 +49,23 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def own_rows(parameter: Tensor, mesh: Mesh) -> range | None:
+def own_rows(parameter: Tensor, share: Share) -> range | None:
     """FSDP gives each rank as many rows as the first, as long as there are any."""
     if not isinstance(parameter, DTensor):
         return None
-    total, share = parameter.shape[0], mesh.share
+    total = parameter.shape[0]
     size = -(-total // share.of)
     return range(min(size * share.index, total), min(size * (share.index + 1), total))
 
 
-def sum_partial(held: Sequence[Held]) -> None:
-    """Adds up the gradients that are divided between ranks that hold the same parameter."""
+def complete_gradients(held: Sequence[Held]) -> None:
+    """Adds up those that are divided between ranks that hold the same parameter."""
     for item in held:
         if item.parameter.grad is not None:
             for group in item.partial:
                 dist.all_reduce(local(item.parameter.grad), group=group)
+            if item.excess > 1:
+                local(item.parameter.grad).div_(item.excess)
 
 
 def scale_gradients(held: Sequence[Held], factor: float) -> None:
@@ -83,39 +86,44 @@ def global_norm(held: Sequence[Held], loss: float, share: float, device: torch.d
 
 
 def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> list[Held]:
-    """In the order of the model's parameters; those of the scalar head come last, and only where it is read."""
-    topology, decoder = mesh.topology, model.decoder if isinstance(model, DecoderPolicy) else None
-    blocks = pieces(decoder) if decoder is not None else {}
+    """In the order of the model's parameters; those of the scalar head come last."""
+    decoder = model.decoder if isinstance(model, DecoderPolicy) else None
+    blocks = {} if decoder is None else pieces(decoder)
     made: list[Held] = []
     for name, parameter in model.named_parameters():
         short = name.partition(".")[2]
-        own = blocks[short] if decoder is not None else _whole(short, parameter)
         spread = decoder is not None and divided(short)
+        of_experts = mesh.experts is not None and ".experts." in short
         partial = _partial(short, mesh, sequence=isinstance(model, SpreadPolicy) and model.spread.sequence)
-        copies = topology.replicas * (1 if spread else topology.tensor)
-        first = mesh.at.replica == 0 and (spread or mesh.at.tensor == 0)
-        rows = own_rows(parameter, mesh)
-        made.append(Held(name, parameter, own, rows, copies * _unsharded(rows, topology), partial, first and _here(rows, mesh)))
+        where = _whole(short, parameter) if decoder is None else blocks[short]
+        made.append(_held(name, parameter, where, mesh, partial, spread=spread, of_experts=of_experts))
     for name, parameter in () if head is None else head.named_parameters():
-        rows = own_rows(parameter, mesh)
-        copies = topology.replicas * topology.tensor * _unsharded(rows, topology)
-        first = mesh.at.replica == 0 and mesh.at.tensor == 0 and _here(rows, mesh)
-        made.append(Held(f"head.{name}", parameter, _whole(f"head.{name}", parameter), rows, copies, (), first))
+        made.append(_held(f"head.{name}", parameter, _whole(f"head.{name}", parameter), mesh, ()))
     return made
+
+
+def _held(
+    name: str,
+    parameter: nn.Parameter,
+    where: tuple[Piece, ...],
+    mesh: Mesh,
+    partial: tuple[Group, ...],
+    *,
+    spread: bool = False,
+    of_experts: bool = False,
+) -> Held:
+    """spread: over the tensor-parallel ranks."""
+    share = mesh.expert_share if of_experts else mesh.share
+    rows = own_rows(parameter, share)
+    copies = mesh.topology.replicas * (1 if spread else mesh.topology.tensor) * (share.of if rows is None else 1)
+    first = mesh.at.replica == 0 and (spread or mesh.at.tensor == 0) and (rows is not None or share.index == 0)
+    excess = mesh.topology.experts if of_experts else 1
+    return Held(name, parameter, where, rows, copies, partial, excess, first)
 
 
 def _whole(name: str, parameter: Tensor) -> tuple[Piece, ...]:
     shape = tuple(parameter.shape)
     return (Piece(name, shape, (0,) * len(shape), range(shape[0])),)
-
-
-def _unsharded(rows: range | None, topology: Topology) -> int:
-    """How often FSDP's ranks would repeat it."""
-    return topology.shards * topology.context if rows is None else 1
-
-
-def _here(rows: range | None, mesh: Mesh) -> bool:
-    return rows is not None or mesh.share.index == 0
 
 
 def _partial(name: str, mesh: Mesh, *, sequence: bool) -> tuple[Group, ...]:

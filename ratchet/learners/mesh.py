@@ -20,13 +20,35 @@ class Mesh:
         assert dist.get_world_size() == topology.world, f"{dist.get_world_size()} ranks for a mesh of {topology.world}"
         self.topology, self.rank = topology, dist.get_rank()
         self.at = list(topology.coordinates())[self.rank]
-        sizes = (topology.pipeline, topology.replicas, topology.shards * topology.context, topology.tensor)
-        self.mesh = init_device_mesh(device, sizes, mesh_dim_names=("pipeline", "replica", "fsdp", "tensor"))
+        ranks = topology.shards * topology.context
+        sizes = (topology.pipeline, topology.replicas, ranks, topology.tensor)
+        self._mesh = init_device_mesh(device, sizes, mesh_dim_names=("pipeline", "replica", "rows", "tensor"))
         self.tensor = self._group(lambda c: (c.pipeline, c.replica, c.shard, c.context), topology.tensor)
         self.context = self._group(lambda c: (c.pipeline, c.replica, c.shard, c.tensor), topology.context)
         self.pipeline = self._group(lambda c: (c.replica, c.shard, c.context, c.tensor), topology.pipeline)
-        self.rows = self._group(lambda c: (c.pipeline, c.tensor), topology.summands)  # all that add up to one gradient
-        self.experts = self._group(self._experts, topology.experts)
+        self.sums = self._group(lambda c: (c.pipeline, c.tensor), topology.summands)  # all that add up to one gradient
+        place = self.at.shard * topology.context + self.at.context
+        outer = ranks // topology.experts
+        self.part = Part(
+            Share(self.at.tensor, topology.tensor),
+            Share(self.at.pipeline, topology.pipeline),
+            Share(place % topology.experts, topology.experts),
+        )
+        self.share = Share(place, ranks)  # of the rows of every parameter ...
+        self.expert_share = Share(place // topology.experts, outer)  # ... and of the experts that this rank helps to hold
+        self.fsdp = self._weights(self._mesh, ranks)
+        self.expert_fsdp, self.experts = self.fsdp, None
+        if topology.experts > 1:
+            sizes = (topology.pipeline, topology.replicas, outer, topology.experts, topology.tensor)
+            names = ("pipeline", "replica", "rows", "experts", "tensor")
+            divided = init_device_mesh(device, sizes, mesh_dim_names=names)
+            self.experts, self.expert_fsdp = divided.get_group("experts"), self._weights(divided, outer)
+
+    def _weights(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh | None:
+        """Over which weights are divided and repeated; None where a rank has them alone."""
+        if self.topology.replicas > 1:
+            return mesh["replica", "rows"]
+        return mesh["rows"] if ranks > 1 else None
 
     def _group(self, alike: Callable[[Coordinates], tuple[int, ...]], size: int) -> Group | None:
         """Of the ranks that have this in common with us. All ranks make all groups, in the same order."""
@@ -39,30 +61,3 @@ class Mesh:
         group = made[alike(self.at)]
         assert isinstance(group, dist.ProcessGroup)
         return group
-
-    def _experts(self, at: Coordinates) -> tuple[int, ...]:
-        place = at.shard * self.topology.context + at.context
-        return (at.pipeline, at.replica, place // self.topology.experts, at.tensor)
-
-    @property
-    def part(self) -> Part:
-        topology, at = self.topology, self.at
-        place = at.shard * topology.context + at.context
-        return Part(
-            Share(at.tensor, topology.tensor),
-            Share(at.pipeline, topology.pipeline),
-            Share(place % topology.experts, topology.experts),
-        )
-
-    @property
-    def fsdp(self) -> DeviceMesh | None:
-        """Over which weights are divided and repeated; None where a rank has them alone."""
-        if self.topology.summands == 1:
-            return None
-        return self.mesh["replica", "fsdp"] if self.topology.replicas > 1 else self.mesh["fsdp"]
-
-    @property
-    def share(self) -> Share:
-        """Of the rows of every parameter."""
-        topology = self.topology
-        return Share(self.at.shard * topology.context + self.at.context, topology.shards * topology.context)

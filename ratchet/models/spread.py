@@ -12,7 +12,9 @@ from torch import Tensor
 from ratchet.models.collectives import Group, sum_backward
 from ratchet.models.config import DecoderConfig
 from ratchet.models.context_parallel import ContextAttention, Division
+from ratchet.models.expert_parallel import ExpertExchange
 from ratchet.models.hf import empty_decoder
+from ratchet.models.moe import SparseMLP
 from ratchet.models.parts import Part, Share
 from ratchet.models.policy import DecoderPolicy
 from ratchet.models.tensor_parallel import DividedVocabulary, TensorSeams
@@ -20,12 +22,13 @@ from ratchet.models.tensor_parallel import DividedVocabulary, TensorSeams
 
 @dataclass(frozen=True)
 class Spread:
-    """part: of the decoder that this rank holds. tensor, context: the groups of ranks that it computes together with; None: it
-    is alone. sequence: see `TensorSeams`."""
+    """part: of the decoder that this rank holds. tensor, context, experts: the groups of ranks that it computes together with;
+    None: it is alone. sequence: see `TensorSeams`."""
 
     part: Part
     tensor: Group | None = None
     context: Group | None = None
+    experts: Group | None = None
     sequence: bool = False
 
 
@@ -40,6 +43,10 @@ class SpreadPolicy(DecoderPolicy):
         if spread.tensor is not None:
             rows = spread.part.tensor.range(config.vocab_size)
             self.decoder.join(TensorSeams(spread.tensor, rows, sequence=spread.sequence))
+        if spread.experts is not None:
+            for module in self.decoder.modules():
+                if isinstance(module, SparseMLP):
+                    module.exchange = ExpertExchange(spread.experts)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -1,6 +1,7 @@
 """What ranks of a spread learner do in tests: the same model and batches on every rank, results back as numbers."""
 
 import asyncio
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +27,7 @@ from ratchet.testing.builders import make_group, make_trajectory
 VOCAB = 23
 SHAPE = DecoderConfig(VOCAB, 16, 4, 4, 2, 8, 24, init_std=0.3)
 UNTIED = DecoderConfig(VOCAB, 16, 4, 4, 2, 8, 24, init_std=0.3, tied=False, qk_norm=False, qkv_bias=True, family="qwen2")
+SPARSE = replace(SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12, dense_layers=(1,))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
 
 
@@ -77,7 +79,7 @@ WANTED = ["logprobs", "entropy", "values", "scores", "topk_logprobs", "topk_ids"
 
 
 def made(mesh, shape, dtype, config):
-    spread = Spread(mesh.part, mesh.tensor, mesh.context, sequence=config.sequence_parallel)
+    spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel)
     policy = SpreadPolicy(shape, spread, device="cpu", dtype=dtype)
     head = ScalarHead(shape.hidden_size).to(dtype)
     shard_model(policy, list(policy.decoder.layers.values()), mesh)

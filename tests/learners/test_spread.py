@@ -1,9 +1,13 @@
 """A learner that is spread over ranks computes what one process computes: losses, gradients, weights, columns."""
 
+from functools import cache
+
 import pytest
 import torch
 from learners.ranks import run_ranks
-from learners.spread_cases import SHAPE, UNTIED, alone, assembled, columns_of, weighed
+from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, assembled, columns_of, weighed
+
+from ratchet.learners.topology import Topology
 
 STEPS = 2
 TOPOLOGIES = {
@@ -17,17 +21,27 @@ TOPOLOGIES = {
 }
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def expected(request):
-    shape = SHAPE if request.param == "tied" else UNTIED
-    return shape, alone(shape, STEPS)
+OF_EXPERTS = {
+    "ep2": ({"shards": 2, "experts": 2}, {}),
+    "ep2 of fsdp4": ({"shards": 4, "experts": 2}, {}),
+    "ep2 of hsdp2x2": ({"replicas": 2, "shards": 2, "experts": 2}, {"activation_checkpointing": True}),
+    "ep2 x tp2": ({"shards": 2, "experts": 2, "tensor": 2}, {"sequence_parallel": True}),
+    "fsdp2": ({"shards": 2}, {}),
+}
+SHAPES = {"tied": SHAPE, "untied": UNTIED, "sparse": SPARSE}
+CASES = [(shape, name) for shape in ("tied", "untied") for name in TOPOLOGIES] + [("sparse", name) for name in OF_EXPERTS]
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_ranks_compute_what_one_process_does(name, expected):
-    shape, (metrics, weights, columns) = expected
-    topology, options = TOPOLOGIES[name]
-    world = torch.tensor(list(topology.values())).prod().item()
+@cache
+def expected(name):
+    return alone(SHAPES[name], STEPS)
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_ranks_compute_what_one_process_does(kind, name):
+    shape, (metrics, weights, columns) = SHAPES[kind], expected(kind)
+    topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
+    world = Topology(**topology).world
     results = run_ranks(world, "learners.spread_cases:spread", topology, shape, STEPS, options, torch.float64)
     for step in range(STEPS):
         for found, *_ in results:
