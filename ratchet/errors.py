@@ -8,7 +8,13 @@
     ├── MissingDependency    an optional package is needed and absent; names the extra that brings it
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
     ├── RunDirectoryError    the run directory can't be used (taken by another run, read-only, other config)
-    └── TrainingError        training can't go on (non-finite steps in a row, too many failed attempts)
+    ├── TrainingError        training can't go on (non-finite steps in a row, too many failed attempts)
+    └── WorkerError          a process of a distributed run; names its role, rank and host
+        ├── WorkerDied       it ended, or was silent for too long and was killed
+        ├── WorkerRaised     its component raised what can't be sent as it is
+        ├── CallTimeout      it did not answer by the deadline
+        ├── PortBusy         none of the ports that it may use is free
+        └── VersionMismatch  driver and worker run different versions
 
 A message says what is wrong, where, and the smallest fix. `assert` is kept for our own bugs.
 """
@@ -54,4 +60,32 @@ class RunDirectoryError(RatchetError):
 
 
 class TrainingError(RatchetError):
+    pass
+
+
+class WorkerError(RatchetError):
+    pass
+
+
+class WorkerDied(WorkerError):
+    """signal: the name of the one that ended it ("SIGKILL"), or "". tail: the last lines that it wrote."""
+
+    def __init__(self, message: str, *, role: str, rank: int, host: str, signal: str = "", tail: str = "") -> None:
+        super().__init__(f"{message}\nIts last lines:\n{tail}" if tail else message)
+        self.role, self.rank, self.host, self.signal, self.tail = role, rank, host, signal, tail
+
+
+class WorkerRaised(WorkerError):
+    pass
+
+
+class CallTimeout(WorkerError):
+    pass
+
+
+class PortBusy(WorkerError):
+    pass
+
+
+class VersionMismatch(WorkerError):
     pass

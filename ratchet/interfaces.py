@@ -242,7 +242,37 @@ class Link(Protocol):
 
 
 @runtime_checkable
+class Workers(Protocol):
+    """The ranks of one role, each a process with a component of its own (`ratchet.executors.group.WorkerGroup`). Methods run on
+    all ranks at the same time, one after another on each; results are by rank. What a rank raises is raised here."""
+
+    @property
+    def size(self) -> int: ...
+    async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """factory: "module:callable", called with the rank's place (rank, world_size, rendezvous, device, ...) and these."""
+        ...
+
+    async def call(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]: ...
+    async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
+    def call_now(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
+        """For whoever can't await."""
+        ...
+
+    def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
 class Executor(Protocol):
-    """Decides where a component lives; returns it or a proxy with the same methods."""
+    """Decides where components live: in this process (`spawn`), or in a group of processes."""
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...
+    def plan(self, needs: Sequence[Any]) -> None:
+        """All that groups will need, before the first is started. Raises ConfigError with a table of what is missing."""
+        ...
+
+    def group(self, role: str) -> Workers:
+        """Starts the processes of a role of the plan."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,139 @@
+"""Calls of a group: order, results, errors, deadlines."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+import torch
+from executors.components import arrays
+
+from ratchet.errors import CallTimeout, PortBusy, WorkerRaised
+from ratchet.executors import waits
+
+
+def test_results_come_by_rank_and_calls_in_order(start):
+    group = start(2, "executors.components:plain", {"value": 10})
+    assert [place.rank for place in group.call_now("where")] == [0, 1]
+    calls = [group.submit("add", 1) for _ in range(5)]
+    assert [call.result() for call in calls] == [[11 + i, 12 + i] for i in range(5)]
+    assert group.each_now("add", [(1,), (2,)]) == [16, 18]
+    with pytest.raises(ValueError, match="2 ranks: 1 tuples"):
+        group.each_now("add", [(1,)])
+
+
+async def both(group):
+    return await asyncio.gather(group.call("add", 1), group.each("add_later", [(1,), (2,)]))
+
+
+def test_async_callers_and_async_methods(start):
+    assert asyncio.run(both(start(2))) == [[1, 1], [2, 3]]
+
+
+def test_a_synchronous_caller_inside_a_running_loop(start):
+    group = start(1)
+
+    async def caller():
+        return group.call_now("add", 7)
+
+    assert asyncio.run(caller()) == [7]
+
+
+def test_places(start):
+    first, second = start(2).call_now("where")
+    assert (first.role, first.rank, first.world_size, first.local_rank) == ("learner", 0, 2, 0)
+    assert (second.rank, second.local_rank, second.device, second.threads) == (1, 1, "cpu", 1)
+    assert first.rendezvous == second.rendezvous
+    assert start(1).call_now("environ", "OMP_NUM_THREADS") == ["2"]
+
+
+def test_arrays_and_tensors_arrive_whole_and_writable(start):
+    group = start(1)
+    for name, array in arrays().items():
+        (back,) = group.call_now("double", array.copy())
+        np.testing.assert_array_equal(back, array * 2, err_msg=name)
+        back += 1
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        tensor = torch.arange(24).reshape(2, 3, 4).to(dtype)[:, 1:]
+        (back,) = group.call_now("double", tensor)
+        assert back.dtype == dtype
+        assert torch.equal(back, tensor * 2)
+        back += 1
+    (back,) = group.call_now("double", torch.tensor(3.0))
+    assert back.shape == ()
+    assert group.call_now("double", torch.zeros(0, 3))[0].shape == (0, 3)
+
+
+def test_an_error_comes_back_as_itself_with_the_rank(start):
+    group = start(2)
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        group.call_now("fail", 1)
+    (note,) = caught.value.__notes__
+    assert f"raised in learner rank 1 of 2 on {os.uname().nodename}" in note
+    assert "in fail" in note
+    assert group.call_now("fail", 2) == ["fine", "fine"]  # the group goes on
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [("fail_oddly", "Unpicklable: odd"), ("leave", "SystemExit: 3"), ("unsendable", "lambda"), ("nothing", "no attribute")],
+)
+def test_what_cannot_be_sent_or_found(start, method, says):
+    group = start(1)
+    with pytest.raises((WorkerRaised, AttributeError, Exception), match=says):
+        group.call_now(method)
+    assert group.call_now("add", 1) == [1]
+
+
+def test_a_factory_that_fails(start):
+    with pytest.raises(ValueError, match="can't be made"):
+        start(2, "executors.components:broken")
+    with pytest.raises(Exception, match="no 'Tinny'; did you mean"):
+        start(1, "executors.components:Tinny")
+
+
+def test_a_deadline_names_who_is_late_and_ends_the_group(start):
+    group = start(2)
+    with pytest.raises(CallTimeout, match=r"^learner rank 1 of 2 on .* did not answer 'hang' within 0.2 s \(for the loop\)"):
+        group.within(0.2, owner="the loop").call_now("hang", 1)
+    with pytest.raises(CallTimeout):
+        group.call_now("add", 1)
+    assert group.broken is not None
+
+
+def test_an_error_does_not_wait_for_ranks_that_wait_for_it(start, monkeypatch):
+    monkeypatch.setattr("ratchet.executors.group.GRACE_S", 0.2)
+    group = start(2)
+    with pytest.raises(KeyError) as caught:
+        group.call_now("fail_and_hang", 0)
+    assert "rank 1 of 2" in caught.value.__notes__[-1]
+    assert "so the group was ended" in caught.value.__notes__[-1]
+    assert isinstance(group.broken, CallTimeout)
+
+
+def test_waits_are_in_the_table_while_they_last(start, monkeypatch):
+    group = start(2)
+    call = group.within(50, owner="the loop").submit("hang", 1)
+    while "rank 0 of 2" in waits.table():
+        pass
+    header, row = waits.table().splitlines()
+    assert header.split() == ["who", "waits", "for", "to", "since", "at", "most"]
+    assert row.startswith(f"the loop  learner rank 1 of 2 on {os.uname().nodename}  hang")
+    assert row.endswith("50 s")
+    monkeypatch.setattr("ratchet.executors.group.CLOSE_S", 0.1)
+    group.close()
+    assert call.exception() is not None
+    assert "waits for no other process" in waits.table()
+
+
+def test_a_busy_port_is_named(start):
+    import socket
+
+    group = start(1)
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        group.places[0] = group.places[0].__class__(**{**vars(group.places[0]), "rendezvous": f"127.0.0.1:{port}-{port}"})
+        with pytest.raises(PortBusy, match=f"none of the ports {port} to {port} is free"):
+            group.build_now("executors.components:Tiny")
