@@ -96,6 +96,24 @@ class Blocks:
             raise CheckpointError(f"{self.directory} lacks {missing or 'all'} numbers of '{name}': a file of it is missing")
         return made
 
+    def whole(self, name: str) -> Lazy:
+        return Lazy(self, name)
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read when it is asked for."""
+
+    blocks: Blocks
+    name: str
+
+    def numel(self) -> int:
+        return torch.Size(self.blocks.shapes[self.name]).numel()
+
+    def to(self, device: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
+        shape = self.blocks.shapes[self.name]
+        return self.blocks.read(self.name, (0,) * len(shape), shape).to(device, dtype)
+
 
 def _slice(place: Stored, low: Sequence[int], high: Sequence[int]) -> Tensor:
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ratchet.errors import ConfigError
+from ratchet.learners.config import DTensorConfig
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,15 @@ class Topology:
     def answers(self, at: Coordinates) -> bool:
         """Whether this rank's results are the ones of its data rank."""
         return at.pipeline == self.pipeline - 1 and at.context == 0 and at.tensor == 0
+
+
+def topology_of(config: DTensorConfig) -> Topology:
+    """Raises ConfigError where the numbers don't go together."""
+    return Topology(
+        replicas=config.dp_replicate,
+        shards=config.dp_shard,
+        context=config.context_parallel,
+        tensor=config.tensor_parallel,
+        pipeline=config.pipeline_parallel,
+        experts=config.expert_parallel,
+    )

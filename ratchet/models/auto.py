@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ratchet.errors import ModelError
-from ratchet.models.hf import remove_stale_weights
+from ratchet.models.hf import Savable, remove_stale_weights
 from ratchet.models.policy import PolicyModel
 
 UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
@@ -168,10 +168,18 @@ class TransformersPolicy(PolicyModel):
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
-    def save(self, directory: Path) -> None:
+    def layers(self) -> list[nn.Module]:
+        """The repeated blocks of the backbone, which hold most of the weights."""
+        lists = [module for module in self.backbone.modules() if isinstance(module, nn.ModuleList) and len(module)]
+        return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))) if lists else []
+
+    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+        given: dict[str, Any] = {}
+        if weights is not None:
+            given["state_dict"] = {name: weight.to("cpu", self.model.dtype, copy=True) for name, weight in weights.items()}
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as temporary:
-            self.model.save_pretrained(temporary)
+            self.model.save_pretrained(temporary, **given)
             self.saved_config.save_pretrained(temporary)
             files = sorted(Path(temporary).iterdir())
             for path in files:

@@ -8,6 +8,7 @@ T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol, cast
 
 import torch
@@ -156,14 +157,17 @@ class Decoder(nn.Module):
 
     def init_weights(self, seed: int) -> Decoder:
         """Matrices normal(0, init_std), biases 0, norms 1; the same bits on every device for one seed."""
-        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() >= 2:
-                    values = torch.empty(parameter.shape).normal_(0.0, self.config.init_std, generator=generator)
-                    parameter.copy_(values)
-                elif name.endswith("bias"):
-                    parameter.zero_()
-                else:
-                    parameter.fill_(1.0)
+            for parameter, (_, values) in zip(self.parameters(), self.draws(seed), strict=True):
+                parameter.copy_(values)
         return self
+
+    def draws(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """The first value of every parameter, by name, one at a time."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            values = torch.empty(parameter.shape, device="cpu")
+            if parameter.dim() >= 2:
+                yield name, values.normal_(0.0, self.config.init_std, generator=generator)
+            else:
+                yield name, values.fill_(0.0 if name.endswith("bias") else 1.0)

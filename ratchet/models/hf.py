@@ -7,10 +7,10 @@ are *views*: consecutive rows of the fused ones, so that nothing is copied to se
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -123,6 +123,18 @@ class WeightFiles:
                     if name in wanted:
                         yield name, opened.get_tensor(name)
 
+    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A part of one weight, on the CPU; the rest of it is not read. Raises ModelError where there is no such weight, or it
+        has another shape."""
+        if name not in self.files:
+            raise ModelError(f"{self.directory}: weights are missing: {name}")
+        with _open(self.directory / self.files[name]) as opened:
+            found = opened.get_slice(name)
+            shape = found.get_shape()
+            if len(shape) != len(sizes) or any(a + n > m for a, n, m in zip(offsets, sizes, shape, strict=True)):
+                raise ModelError(f"{self.directory}: weight '{name}' has shape {shape}, which the config doesn't say")
+            return found[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+
 
 def _open(path: Path) -> Any:
     try:
@@ -174,30 +186,43 @@ def empty_decoder(config: DecoderConfig, *, dtype: torch.dtype, device: torch.de
 # --- writing
 
 
+class Savable(Protocol):
+    """A tensor, or what becomes one when its file is written."""
+
+    def numel(self) -> int: ...
+    def to(self, device: str, dtype: torch.dtype, *, copy: bool) -> Tensor: ...
+
+
 def save_decoder(
-    decoder: Decoder, directory: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = 5 * 10**9
+    decoder: Decoder,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    weights: Mapping[str, Savable] | None = None,
 ) -> None:
     """Writes what `load_decoder`, transformers and vLLM read. Every file appears whole or not at all.
 
-    dtype: of the file; None keeps the decoder's. A single weight larger than `max_shard_bytes` gets a file of its own.
+    dtype: of the file; None keeps the decoder's. A single weight larger than `max_shard_bytes` gets a file of its own. weights:
+    all of them by canonical name, where they are not the decoder's.
     """
-    dtype = dtype or decoder.head_weight.dtype
+    dtype = dtype or next(decoder.parameters()).dtype
     config = decoder.config.to_hf() | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
     directory.mkdir(parents=True, exist_ok=True)
-    save_weights(canonical_weights(decoder), directory, dtype, max_shard_bytes)
+    save_weights(canonical_weights(decoder) if weights is None else weights.items(), directory, dtype, max_shard_bytes)
     write_json(directory / "generation_config.json", {key: value for key, value in generation.items() if value is not None})
     write_json(directory / "config.json", config)
 
 
-def save_weights(weights: Iterable[tuple[str, Tensor]], directory: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+def save_weights(weights: Iterable[tuple[str, Savable]], directory: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     shards = _shards(list(weights), dtype, max_shard_bytes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(files) == 1:
         files = [WEIGHTS]
     for file, shard in zip(files, shards, strict=True):
         # One shard in memory at a time; a copy, since safetensors refuses views that share memory.
-        tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous() for name, tensor in shard}
+        tensors = {name: weight.to("cpu", dtype, copy=True).contiguous() for name, weight in shard}
         with atomic_path(directory / file) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
     if len(shards) > 1:
@@ -210,8 +235,8 @@ def save_weights(weights: Iterable[tuple[str, Tensor]], directory: Path, dtype: 
     remove_stale_weights(directory, {*files, *([INDEX] if len(shards) > 1 else [])})
 
 
-def _shards(weights: list[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
-    shards: list[list[tuple[str, Tensor]]] = [[]]
+def _shards(weights: list[tuple[str, Savable]], dtype: torch.dtype, max_bytes: int) -> list[list[tuple[str, Savable]]]:
+    shards: list[list[tuple[str, Savable]]] = [[]]
     used = 0
     for name, tensor in weights:
         size = tensor.numel() * dtype.itemsize

@@ -6,7 +6,7 @@ T = tokens of packed sequences laid end to end, n = any of them, d = hidden size
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ratchet.models.attention import PackedAttention, TreeAttention
 from ratchet.models.decoder import Decoder
-from ratchet.models.hf import canonical_weights, save_decoder
+from ratchet.models.hf import Savable, canonical_weights, save_decoder
 from ratchet.models.prefixes import PrefixTree
 
 WORTH = 0.9  # beginnings are shared where at most this part of the tokens is left: a call with a mask costs a little more
@@ -75,8 +75,9 @@ class PolicyModel(nn.Module, ABC):
         """(Hugging Face name, detached tensor that shares the parameter's memory), each weight once."""
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Writes a Hugging Face directory, every file whole or not at all."""
+    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+        """Writes a Hugging Face directory, every file whole or not at all. weights: all of them by canonical name, where they
+        are not the model's own."""
 
 
 class DecoderPolicy(PolicyModel):
@@ -142,8 +143,8 @@ class DecoderPolicy(PolicyModel):
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
         return canonical_weights(self.decoder)
 
-    def save(self, directory: Path) -> None:
-        save_decoder(self.decoder, directory)
+    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+        save_decoder(self.decoder, directory, weights=weights)
 
 
 def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -77,7 +76,4 @@ class SpreadPolicy(DecoderPolicy):
         return super().logits(hidden_nd)
 
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
-        raise AssertionError("a rank has blocks of weights: see ratchet.models.layout")
-
-    def save(self, directory: Path) -> None:
         raise AssertionError("a rank has blocks of weights: see ratchet.models.layout")

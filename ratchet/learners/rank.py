@@ -1,0 +1,174 @@
+"""What lives in each process of a spread learner: the model's part, and the learner of every role on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ratchet.algorithms.base import Algorithm, Term
+from ratchet.batch import Batch
+from ratchet.config.kinds import construct, imported, resolve
+from ratchet.config.schema import OptimizerConfig
+from ratchet.interfaces import Shard
+from ratchet.learners.config import DTensorConfig
+from ratchet.learners.dtensor import DTensorLearner, shard_model
+from ratchet.learners.export import export_blocks
+from ratchet.learners.held import fill_held, held_parameters
+from ratchet.learners.mesh import Mesh
+from ratchet.learners.topology import topology_of
+from ratchet.models.heads import ScalarHead
+from ratchet.models.origin import Origin
+from ratchet.models.policy import PolicyModel
+from ratchet.models.spread import Spread, SpreadPolicy
+
+TIMEOUT = timedelta(minutes=30)  # of a collective: the group's own deadlines are shorter
+
+
+class Seat(Protocol):
+    """Where a rank lives (`ratchet.executors.worker.Place`)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def rendezvous(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """How the learner of a role is made. origin: of its model; None: a copy of the policy as it is, which for "policy" is the
+    policy itself. optimizer: None freezes it. scalar: whether it has a scalar head."""
+
+    origin: Origin | None = None
+    optimizer: OptimizerConfig | None = None
+    total_steps: int = 1
+    scalar: bool = False
+    shared_vocab: int | None = None
+
+
+class LearnerRank:
+    def __init__(self, seat: Seat, *, learner: Mapping[str, Any], origin: Origin, double: bool = False) -> None:
+        """learner: the values of a `DTensorConfig`. double: in float64. Joins the other ranks, and loads the model's part."""
+        self.config = DTensorConfig.model_validate(dict(learner))
+        self.device, self.dtype = torch.device(seat.device), torch.float64 if double else torch.float32
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "gloo" if self.device.type == "cpu" else "nccl",
+            init_method=f"tcp://{seat.rendezvous}",
+            rank=seat.rank,
+            world_size=seat.world_size,
+            timeout=TIMEOUT,
+        )
+        self.mesh = Mesh(topology_of(self.config), self.device.type)
+        self.policy = self._load(origin)
+        self.learners: dict[str, DTensorLearner] = {}
+        self.algorithm: Algorithm | None = None
+
+    def _load(self, origin: Origin) -> PolicyModel:
+        shape = origin.decoder()
+        if shape is None:
+            return self._transformers(origin)
+        model = self._part(shape)
+        fill_held(held_parameters(model, None, self.mesh), origin.reader())
+        return model
+
+    def _part(self, shape: Any) -> SpreadPolicy:
+        """Divided, its weights uninitialised."""
+        mesh = self.mesh
+        spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=self.config.sequence_parallel)
+        model = SpreadPolicy(shape, spread, device="meta", dtype=self.dtype)
+        shard_model(model, list(model.decoder.layers.values()), mesh, offload=self.config.cpu_offload)
+        model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
+        return model
+
+    def _transformers(self, origin: Origin) -> PolicyModel:
+        from ratchet.models.auto import TransformersPolicy
+
+        model = TransformersPolicy.load(
+            origin.directory(), dtype=self.dtype, device=self.device, trust_remote_code=origin.trust_remote_code
+        )
+        shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload)
+        return model
+
+    # --- a stage
+
+    def begin(self, roles: Mapping[str, RoleSpec], algorithm: Mapping[str, Any]) -> None:
+        """Makes the learners of a stage. algorithm: the values of its section, from which every rank makes its losses."""
+        self.algorithm = construct(resolve("algorithm", algorithm))
+        made = {name: self._learner(name, spec) for name, spec in roles.items()}
+        self.learners = made
+
+    def _learner(self, name: str, spec: RoleSpec) -> DTensorLearner:
+        model = self.policy if name == "policy" else self._copy() if spec.origin is None else self._load(spec.origin)
+        model.requires_grad_(spec.optimizer is not None)
+        head = ScalarHead(model.hidden_size).to(self.device, self.dtype) if spec.scalar else None
+        if head is not None:
+            shard_model(head, [], self.mesh)
+        return DTensorLearner(
+            self.config,
+            self.mesh,
+            model,
+            optimizer=spec.optimizer,
+            total_steps=spec.total_steps,
+            head=head,
+            autocast=self.device.type == "cuda",
+            shared_vocab=spec.shared_vocab,
+        )
+
+    def _copy(self) -> PolicyModel:
+        """Of the policy as it is now."""
+        assert isinstance(self.policy, SpreadPolicy), "the driver refuses copies of a transformers model"
+        made = self._part(self.policy.decoder.config)
+        theirs = held_parameters(self.policy, None, self.mesh)
+        with torch.no_grad():
+            for source, target in zip(theirs, held_parameters(made, None, self.mesh), strict=True):
+                target.local.copy_(source.local)
+        return made
+
+    def _terms(self, role: str, names: Sequence[str]) -> list[Term]:
+        assert self.algorithm is not None, "no stage has begun"
+        known = {term.name: term for term in self.algorithm.losses[role]}
+        return [known[name] for name in names]
+
+    # --- calls of the driver
+
+    def score(self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[dict[str, Tensor]]:
+        return self.learners[role].score(micros, wanted, top_k=top_k)
+
+    def update(self, role: str, micros: Sequence[Batch], terms: Sequence[str]) -> dict[str, float]:
+        return dict(self.learners[role].update(micros, self._terms(role, terms)))
+
+    def weights(self, role: str) -> list[Shard]:
+        """This rank's blocks, on the CPU."""
+        return [
+            Shard(shard.name, shard.shape, shard.offsets, shard.tensor.detach().to("cpu", copy=True))
+            for shard in self.learners[role].weights()
+        ]
+
+    def send(self, sender: str, options: Mapping[str, Any]) -> Any:
+        """Hands the policy's blocks to one end of a link: `sender` is "module:function", called with (blocks, rank, world)."""
+        return imported(sender)(self.learners["policy"].weights(), self.mesh.rank, self.mesh.topology.world, **options)
+
+    def save(self, role: str, directory: str) -> None:
+        self.learners[role].save(Path(directory))
+
+    def load(self, role: str, directory: str) -> None:
+        self.learners[role].load(Path(directory))
+
+    def export(self, role: str, directory: str) -> None:
+        export_blocks(self.learners[role], Path(directory))
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
