@@ -31,7 +31,7 @@ from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Environment, Generator, Learner, Measures, OffersTools, Reward
+from ratchet.interfaces import Environment, Executor, Generator, Learner, Measures, OffersTools, Reward
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
 from ratchet.links.shared import SharedLink
@@ -300,6 +300,12 @@ SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, RolloutManager], St
 
 
 # --- from configuration
+
+
+def build_executor(config: RunConfig) -> Executor:
+    """Where the processes of the run live. Starts nothing: that is for its first group."""
+    assert config.threads != "auto", "the configuration is frozen first"
+    return construct(config.cluster, threads=config.threads, device=config.device)
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:

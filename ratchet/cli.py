@@ -111,6 +111,14 @@ def score(
 
 
 @app.command()
+def status(run: Annotated[Path, typer.Argument(help="The directory of a run that is under way.")]) -> None:
+    """Who waits for whom in a running training, and since when."""
+    from ratchet.tools.status import status_of
+
+    typer.echo(status_of(run))
+
+
+@app.command()
 def doctor() -> None:
     """What is installed, what is missing and how to get it, and what this machine offers."""
     from ratchet.tools.doctor import report

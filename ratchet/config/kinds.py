@@ -154,6 +154,11 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "engine": "ratchet.generators.config:EngineConfig",
         "hf": "ratchet.generators.config:HFConfig",
     },
+    "cluster": {
+        "local": "ratchet.executors.config:LocalClusterConfig",
+        "ray": "ratchet.executors.config:RayClusterConfig",
+        "torchrun": "ratchet.executors.config:TorchrunClusterConfig",
+    },
     "tokenizer": {
         "auto": "ratchet.data.config:AutoTokenizerConfig",
         "characters": "ratchet.data.config:CharactersConfig",
@@ -161,7 +166,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "byte_bpe": "ratchet.data.config:ByteBPEConfig",
     },
 }
-DEFAULT_KIND: Mapping[str, str] = {"learner": "local", "generator": "engine", "tokenizer": "auto"}
+DEFAULT_KIND: Mapping[str, str] = {"learner": "local", "generator": "engine", "tokenizer": "auto", "cluster": "local"}
 
 # Keys that a section has by its place, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {

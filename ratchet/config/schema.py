@@ -199,6 +199,7 @@ class RunConfig(Section):
     run_dir: str | None = Field(default=None, description="Where the run is written; null: runs/<name>. Never overwritten.")
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[Chosen, Slot("tokenizer")] = Field(default_factory=_default("tokenizer", "auto"))
+    cluster: Annotated[Chosen, Slot("cluster")] = Field(default_factory=_default("cluster", "local"))
     logging: LoggingConfig = LoggingConfig()
     stages: Annotated[tuple[StageConfig, ...], AfterValidator(_distinct_names)]
 

@@ -16,7 +16,7 @@ from ratchet.executors.config import Strategy
 
 @dataclass(frozen=True)
 class Accelerator:
-    """index: on its node. numa: the memory that it is near to. island: the accelerators of one have a fast link, as NVLink, from
+    """index: on its node. numa: the memory that it is near to. island: accelerators of one have a fast link, as NVLink, from
     each to each. None: not known."""
 
     index: int
@@ -92,7 +92,7 @@ class ResourceManager:
         """The bundles of each role, by rank. Raises ConfigError as `check`."""
         layout = _Layout(self.nodes)
         short: dict[str, int] = {}
-        for need in sorted(needs, key=lambda need: need.beside is not None):
+        for need in sorted(needs, key=lambda need: need.beside is not None):  # those that others are beside come first
             placed = layout.place(need, need.strategy or self.strategy)
             if placed < need.ranks:
                 short[need.role] = placed
@@ -116,10 +116,21 @@ class VirtualCluster:
     def __init__(self, manager: ResourceManager) -> None:
         self.manager = manager
         self._bundles: dict[str, tuple[Bundle, ...]] = {}
+        self._needs: tuple[Need, ...] = ()
 
     def plan(self, needs: Sequence[Need]) -> None:
         """Raises ConfigError with a table of what is missing."""
         self._bundles = self.manager.laid_out(needs)
+        self._needs = tuple(needs)
+
+    def settle(self, role: str, bundles: Sequence[Bundle]) -> None:
+        """For a scheduler that decides itself where ranks go: what it gave a role of the plan, in any order. Roles beside it
+        follow."""
+        order = {node.name: position for position, node in enumerate(self.manager.nodes)}
+        self._bundles[role] = in_order(bundles, order)
+        for need in self._needs:
+            if need.beside == role:
+                self._bundles[need.role] = in_order(beside(need, self._bundles[role]), order)
 
     def bundles(self, role: str) -> tuple[Bundle, ...]:
         """By rank: nodes in the order of the inventory, on each of them neighbours in a row."""
@@ -141,28 +152,14 @@ class _Layout:
         if need.role in self._needs:
             raise ConfigError(f"two roles are called '{need.role}'")
         self._needs[need.role] = need
-        if need.beside is not None:
-            found = self._beside(need)
-        else:
+        if need.beside is None:
             found = [bundle for _ in range(need.ranks) if (bundle := self._one_more(need, strategy)) is not None]
-        self._bundles[need.role] = tuple(self._in_order(found))
-        return len(found)
-
-    def _beside(self, need: Need) -> list[Bundle]:
-        """The ranks deal out what the other role's have: two with an accelerator each make room for one with two."""
-        if need.beside not in self._bundles:
+        elif need.beside in self._bundles:
+            found = beside(need, self._bundles[need.beside])
+        else:
             raise ConfigError(f"role '{need.role}' is to be beside '{need.beside}', which has no place of its own")
-        others = self._bundles[need.beside]
-        if not need.gpus:
-            return list(others[: need.ranks])
-        found: list[Bundle] = []
-        for name in self._order:
-            here = [bundle for bundle in others if bundle.node == name]
-            devices = [device for bundle in here for device in bundle.accelerators]
-            whole = len(devices) // need.gpus
-            cpus = sum(bundle.cpus for bundle in here) / max(1, whole)
-            found += [Bundle(name, tuple(devices[i * need.gpus : (i + 1) * need.gpus]), cpus) for i in range(whole)]
-        return found[: need.ranks]
+        self._bundles[need.role] = in_order(found, self._order)
+        return len(found)
 
     def _one_more(self, need: Need, strategy: Strategy) -> Bundle | None:
         rooms = [room for room in self._rooms if room.fits(need)]
@@ -175,28 +172,42 @@ class _Layout:
         # A node that already has some of them; then the fullest that has room for all; then the emptiest.
         return max(rooms, key=lambda room: (room.ranks[need.role] > 0, _rating(room.space(need), need.ranks))).take(need)
 
-    def _in_order(self, bundles: Iterable[Bundle]) -> Iterable[Bundle]:
-        def key(bundle: Bundle) -> tuple[int, tuple[int, int, int]]:
-            return self._order[bundle.node], min((a.neighbourhood for a in bundle.accelerators), default=(0, 0, 0))
-
-        count: dict[str, int] = {}
-        for bundle in sorted(bundles, key=key):
-            count[bundle.node] = count.get(bundle.node, 0) + 1
-            yield replace(bundle, local_rank=count[bundle.node] - 1)
-
     def shared_out(self) -> dict[str, tuple[Bundle, ...]]:
         """With the cores that nobody asked for in equal parts to those who left the number open."""
         share = {room.node.name: room.cpus / max(1, room.open_ranks) for room in self._rooms}
+        for need in self._needs.values():
+            own = self._bundles[need.role] if need.beside is None else beside(need, self._bundles[need.beside])
+            shared = need.beside is None and not need.cpus
+            filled = [replace(bundle, cpus=share[bundle.node]) if shared else bundle for bundle in own]
+            self._bundles[need.role] = in_order(filled, self._order)
+        return self._bundles
 
-        def cores(bundle: Bundle, need: Need) -> Bundle:
-            own = need if need.beside is None else self._needs[need.beside]
-            open_ended = not own.cpus
-            ranks = sum(other.node == bundle.node for other in self._bundles[own.role])
-            beside = sum(other.node == bundle.node for other in self._bundles[need.role])
-            total = (share[bundle.node] if open_ended else own.cpus) * ranks
-            return replace(bundle, cpus=need.cpus or total / beside)
 
-        return {role: tuple(cores(b, self._needs[role]) for b in bundles) for role, bundles in self._bundles.items()}
+def beside(need: Need, others: Sequence[Bundle]) -> list[Bundle]:
+    """Bundles of a role that shares the accelerators of another, dealt out anew: two ranks with one each make room for one with
+    two."""
+    found: list[Bundle] = []
+    for node in dict.fromkeys(bundle.node for bundle in others):
+        here = [bundle for bundle in others if bundle.node == node]
+        devices = [device for bundle in here for device in bundle.accelerators]
+        ranks = len(devices) // need.gpus if need.gpus else len(here)
+        cpus = need.cpus or sum(bundle.cpus for bundle in here) / max(1, ranks)
+        found += [Bundle(node, tuple(devices[i * need.gpus : (i + 1) * need.gpus]), cpus) for i in range(ranks)]
+    return found[: need.ranks]
+
+
+def in_order(bundles: Iterable[Bundle], order: Mapping[str, int]) -> tuple[Bundle, ...]:
+    """By node, and on each of them neighbours in a row. order: of the nodes, by name."""
+
+    def key(bundle: Bundle) -> tuple[int, tuple[int, int, int]]:
+        return order[bundle.node], min((a.neighbourhood for a in bundle.accelerators), default=(0, 0, 0))
+
+    seen: Counter[str] = Counter()
+    found: list[Bundle] = []
+    for bundle in sorted(bundles, key=key):
+        found.append(replace(bundle, local_rank=seen[bundle.node]))
+        seen[bundle.node] += 1
+    return tuple(found)
 
 
 def _rating(space: int, ranks: int) -> tuple[bool, int]:

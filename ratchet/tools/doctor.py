@@ -22,6 +22,7 @@ PURPOSES = {
     "tensorboard": ("", "curves in TensorBoard"),
     "fastapi": ("proxy", "training of black-box agents"),
     "uvicorn": ("proxy", "training of black-box agents"),
+    "ray": ("ray", "runs on several machines"),
     "trl": ("peers", "the peer that `make bench` runs beside Ratchet"),
     "pytest": ("dev", "the test suite"),
 }

@@ -32,6 +32,7 @@ from ratchet.observe.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
 from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.run import Progress, Run, StopRequest
 from ratchet.tools.profiling import profiled_stage, profiling
+from ratchet.tools.status import answers_status
 from ratchet.tools.target import MODEL
 
 log = logging.getLogger("ratchet.train")
@@ -116,7 +117,7 @@ class Session:
 
     async def run(self) -> int:
         prepare_process(self.config.threads, self.config.device)
-        with log_to(self.directory.log, console=self.console), stops_on_signals() as stop:
+        with log_to(self.directory.log, console=self.console), stops_on_signals() as stop, answers_status(self.directory):
             log.info("%s", self.command)
             checkpoint = self.store.latest()
             if checkpoint is not None:

@@ -1,0 +1,75 @@
+"""What runs in Ray's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from ratchet.executors.serve import log_to, tail_of
+from ratchet.executors.wire import Parcel
+from ratchet.executors.worker import Worker
+
+Box = tuple[bytes, list[Any]]  # a Parcel as Ray carries it without a copy: its buffers as arrays
+
+
+def boxed(parcel: Parcel) -> Box:
+    return parcel.head, [
+        np.frombuffer(buffer, np.uint8) if buffer.nbytes else np.empty(0, np.uint8) for buffer in parcel.buffers
+    ]
+
+
+def opened(box: Box) -> Parcel:
+    """In memory of its own, as elsewhere: what lies in Ray's shared memory can't be written."""
+    head, arrays = box
+    return Parcel(head, tuple(memoryview(bytearray(array)) for array in arrays))
+
+
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"life": 1})
+class WorkerActor:
+    """A worker; its calls run in one thread, and another shows that it lives."""
+
+    def __init__(self) -> None:
+        log_to(Path(os.readlink("/proc/self/fd/1")))  # one file for all that it writes
+        self._worker = Worker()
+
+    def answer(self, box: Box) -> tuple[int, Box]:
+        kind, parcel = self._worker.answer(opened(box))
+        return int(kind), boxed(parcel)
+
+    def close(self) -> None:
+        self._worker.close()
+
+    @ray.method(concurrency_group="life")
+    def greet(self) -> dict[str, Any]:
+        return self._worker.greet() | {"log": os.readlink("/proc/self/fd/1")}
+
+    @ray.method(concurrency_group="life")
+    def beat(self) -> None:
+        pass
+
+
+@ray.remote(num_cpus=0)
+def devices_here() -> Sequence[int]:
+    """The accelerators that Ray gave this task."""
+    return sorted(int(index) for index in ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def ended_process(pid: int) -> None:
+    """With all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def last_lines(log: str) -> str:
+    return tail_of(Path(log))

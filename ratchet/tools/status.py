@@ -1,0 +1,55 @@
+"""`ratchet status RUN`: what a run that is under way waits for. A run answers through a socket that its directory names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ratchet.checkpoint.rundir import RunDirectory
+from ratchet.errors import RunDirectoryError
+from ratchet.executors.waits import answer_status, ask_status, shown_on_signal
+from ratchet.observe.files import replace_text
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def answers_status(directory: RunDirectory) -> Iterator[None]:
+    """The process of a run answers `ratchet status` and SIGUSR1, inside the block. To be entered in the main thread.
+
+    The socket lies in the folder for temporary files: a run directory may be on a disk of the network, or its path too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="ratchet-status-") as folder:
+        address = f"{folder}/socket"
+        where = {"pid": os.getpid(), "host": socket.gethostname(), "socket": address}
+        with shown_on_signal(), answer_status(address):
+            replace_text(directory.status, json.dumps(where))
+            try:
+                yield
+            finally:
+                directory.status.unlink(missing_ok=True)
+
+
+def status_of(path: Path) -> str:
+    """Raises RunDirectoryError where no run is under way in `path`, or not on this machine."""
+    directory = RunDirectory(path)
+    if not directory.used:
+        raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
+    try:
+        where = json.loads(directory.status.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunDirectoryError(f"no run is under way in {path}") from None
+    if where["host"] != socket.gethostname():
+        raise RunDirectoryError(f"the run in {path} is under way on {where['host']}: ask there")
+    try:
+        return ask_status(where["socket"])
+    except OSError as error:
+        raise RunDirectoryError(
+            f"process {where['pid']}, whose run is in {path}, does not answer ({error}): it is stopped, or was killed"
+        ) from error

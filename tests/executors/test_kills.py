@@ -1,0 +1,139 @@
+"""Deaths and silences: of workers, in calls and in collectives, and of the driver."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ratchet.errors import WorkerDied
+
+COLLECTIVE = "executors.components:Collective"
+TESTS = Path(__file__).parents[1]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def until(condition, limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_dead_worker_is_named_with_its_last_words(start):
+    group = start(2)
+    pids = group.call_now("pid")
+    with pytest.raises(WorkerDied) as caught:
+        group.call_now("die", 1)
+    error = caught.value
+    assert (error.role, error.rank, error.host, error.signal) == ("learner", 1, os.uname().nodename, "SIGKILL")
+    assert str(error).startswith(f"learner rank 1 of 2 on {os.uname().nodename} died (SIGKILL, by somebody, or by the kernel")
+    assert "in 'die'" in str(error)
+    assert error.tail.endswith("last words")
+    until(lambda: not any(alive(pid) for pid in pids))  # rank 0 hung, and was ended with its group
+    with pytest.raises(WorkerDied):
+        group.call_now("pid")
+
+
+def test_a_worker_that_dies_between_calls(start):
+    group = start(2)
+    os.kill(group.call_now("pid")[0], signal.SIGTERM)
+    until(lambda: group.broken is not None)
+    with pytest.raises(WorkerDied, match=r"rank 0 of 2 .* died \(SIGTERM\)"):
+        group.call_now("pid")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_death_at_any_point_of_a_call(start, seed):
+    group = start(2)
+    pid = group.call_now("pid")[1]
+    calls = [group.submit("add", 1) for _ in range(300)]
+    wanted = random.Random(seed).randrange(100)
+    calls[wanted].result()
+    os.kill(pid, signal.SIGKILL)
+    hanging = group.submit("hang", 0)
+    with pytest.raises(WorkerDied, match="rank 1 of 2"):
+        hanging.result(timeout=20)
+    for i, call in enumerate(calls):  # each has ended: with its result, or with the same death
+        error = call.exception(timeout=1)
+        assert error is None or (i > wanted and error.rank == 1)
+
+
+def test_death_in_a_collective(start):
+    preload = ("torch", "torch.distributed")
+    group = start(2, COLLECTIVE, preload=preload)
+    assert [float(tensor[0]) for tensor in group.call_now("sum")] == [3.0, 3.0]
+    with pytest.raises(WorkerDied, match="learner rank 1 of 2 .*SIGKILL"):
+        group.call_now("sum", 200, (1, random.Random(0).randrange(200)))
+    group = start(2, COLLECTIVE, preload=preload)
+    hanging = group.submit("hang", 1)  # rank 0 waits for it in an all_reduce
+    os.kill(group.members[1].child.pid.result(), signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="rank 1 of 2"):
+        hanging.result(timeout=20)
+
+
+def test_a_stopped_worker_is_noticed_named_and_killed(start, monkeypatch):
+    group = start(2, silence_s=5.0)
+    pids = group.call_now("pid")
+    call = group.submit("hang")
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(
+        WorkerDied, match=r"rank 1 of 2 .* was silent for 5 s \(it is stopped, by SIGSTOP say\), and was killed"
+    ):
+        call.result(timeout=30)
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_closing_leaves_nothing(start):
+    group = start(2)
+    pids = [*group.call_now("pid"), *group.call_now("start_program")]
+    group.close()
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+DRIVER = """
+import sys, time
+from ratchet.executors.cluster import Need
+from ratchet.executors.config import LocalClusterConfig
+from ratchet.executors.local import LocalExecutor
+executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=())
+executor.plan([Need("learner", 2)])
+group = executor.group("learner")
+group.build_now("executors.components:Tiny")
+call = group.submit("start_program")
+sys.stdout.write(" ".join(map(str, [*group.call_now("pid"), *call.result(), executor._nursery._process.pid])) + "\\n")
+sys.stdout.write(f"{executor._nursery.folder}\\n")
+sys.stdout.flush()
+group.submit("hang")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_the_drivers_death_leaves_nothing(how):
+    shared_before = set(os.listdir("/dev/shm"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as driver:
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        folder = Path(driver.stdout.readline().strip())
+        assert len(pids) == 5
+        assert all(alive(pid) for pid in pids)
+        driver.send_signal(how)
+        driver.wait(timeout=20)
+        until(lambda: not any(alive(pid) for pid in pids))
+        until(lambda: not folder.exists())
+    mine = {name for name in os.listdir("/dev/shm") if "ratchet-" in name and not name.startswith("ratchet-vllm")}
+    assert mine <= shared_before

@@ -1,0 +1,124 @@
+"""Groups as actors of Ray. All in one file: xdist then starts one Ray, for one of its workers."""
+
+import os
+import secrets
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from ratchet.errors import ConfigError, WorkerDied
+from ratchet.executors.cluster import Accelerator, Need, Node
+from ratchet.executors.config import RayClusterConfig
+
+pytestmark = pytest.mark.needs("ray")
+COLLECTIVE = "executors.components:Collective"
+TINY = "executors.components:Tiny"
+
+
+@pytest.fixture(scope="session")
+def executor(tmp_path_factory):
+    """With four made-up accelerators. Ray's authentication is on, its token in a file of the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        token = tmp_path_factory.mktemp("ray") / "token"
+        token.write_text(secrets.token_hex(32))
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        from ratchet.executors import ray as module
+
+        machine = Node("here", 4, tuple(map(Accelerator, range(4))))
+        patch.setattr(module, "this_node", lambda threads, device: machine)
+        config = RayClusterConfig(object_store_mib=128, silence_s=5, timeout_s=60)
+        made = module.RayExecutor(config, threads=4, device="cpu")
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def start(executor):
+    made = []
+
+    def start(ranks=2, factory=TINY, *, gpus=0):
+        executor.plan([Need("learner", ranks, cpus=0.25, gpus=gpus)])
+        group = executor.group("learner")
+        made.append(group)
+        group.build_now(factory)
+        return group
+
+    yield start
+    for group in made:
+        group.close()
+
+
+def test_calls_places_and_errors(start, executor):
+    group = start(2)
+    first, second = group.call_now("where")
+    assert (first.rank, second.rank, second.local_rank, first.threads) == (0, 1, 1, 1)
+    assert [call.result() for call in [group.submit("add", 1) for _ in range(3)]] == [[1, 1], [2, 2], [3, 3]]
+    assert group.each_now("add_later", [(1,), (2,)]) == [4, 5]
+    array = np.ones(300_000)
+    for back in group.call_now("double", array):
+        np.testing.assert_array_equal(back, array * 2)
+        back += 1
+    tensor = torch.arange(6, dtype=torch.bfloat16)
+    assert torch.equal(group.call_now("double", tensor)[1], tensor * 2)
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        group.call_now("fail", 1)
+    assert "learner rank 1 of 2 on " in caught.value.__notes__[0]
+    assert group.call_now("environ", "RAY_AUTH_MODE") != ["disabled"] * 2
+
+
+def test_a_collective(start):
+    group = start(2, COLLECTIVE)
+    assert [float(tensor[0]) for tensor in group.call_now("sum")] == [3.0, 3.0]
+    with pytest.raises(WorkerDied, match="learner rank 1 of 2 on .* died") as caught:
+        group.call_now("sum", 50, (1, 20))
+    assert caught.value.rank == 1
+    with pytest.raises(WorkerDied):
+        group.call_now("sum")
+
+
+def test_last_words_and_silence(start):
+    group = start(2)
+    with pytest.raises(WorkerDied, match="in 'die'") as caught:
+        group.call_now("die", 1)
+    assert caught.value.tail.endswith("last words")
+    group = start(2)
+    pids = group.call_now("pid")
+    call = group.submit("hang")
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match="rank 0 of 2 .* was silent for 5 s, and was killed"):
+        call.result()
+
+
+def test_accelerators_and_roles_beside_each_other(executor):
+    needs = [Need("learner", 4, gpus=1, cpus=0.25), Need("generator", 2, gpus=2, beside="learner")]
+    executor.plan(needs)
+    groups = [executor.group(need.role) for need in needs]
+    for group in groups:
+        group.build_now(TINY)
+    learner, generator = groups
+    assert learner.call_now("environ", "CUDA_VISIBLE_DEVICES") == ["0", "1", "2", "3"]
+    assert generator.call_now("environ", "CUDA_VISIBLE_DEVICES") == ["0,1", "2,3"]
+    assert [place.device for place in generator.call_now("where")] == ["cuda:0"] * 2
+    for group in groups:
+        group.close()
+
+
+def test_too_much_is_refused(executor, monkeypatch):
+    with pytest.raises(ConfigError, match=r"learner +5 x 1 accelerator +4 of 5"):
+        executor.plan([Need("learner", 5, gpus=1)])
+    executor.plan([Need("learner", 3, gpus=1)])
+    monkeypatch.setattr("ratchet.executors.ray.ROOM_S", 0.5)
+    monkeypatch.setattr(executor, "release", lambda: None)  # what another job holds
+    with pytest.raises(ConfigError, match="which the cluster has, and other jobs use: free are "):
+        executor.plan([Need("other", 2, gpus=1)])
+
+
+def test_less_than_the_recipe_says(executor):
+    from ratchet.executors.ray import RayExecutor
+
+    with pytest.raises(ConfigError, match="cluster.nodes=2, and the Ray cluster has 1"):
+        RayExecutor(RayClusterConfig(nodes=2), threads=1, device="cpu").plan([Need("learner", 1)])
+    with pytest.raises(ConfigError, match="cluster.gpus_per_node=9, and node .* has 4"):
+        RayExecutor(RayClusterConfig(gpus_per_node=9), threads=1, device="cpu").plan([Need("learner", 1)])

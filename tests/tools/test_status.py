@@ -1,0 +1,54 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from ratchet.checkpoint.rundir import RunDirectory
+from ratchet.errors import RunDirectoryError
+from ratchet.executors.waits import waiting
+from ratchet.tools.status import answers_status, status_of
+
+
+@pytest.fixture
+def directory(tmp_path):
+    made = RunDirectory(tmp_path)
+    made.settle({"name": "run"})
+    return made
+
+
+def test_a_run_says_who_waits_for_whom(directory):
+    with answers_status(directory), waiting("the loop", "update", "learner rank 1", 30):
+        text = status_of(directory.path)
+    assert "the loop" in text
+    assert "learner rank 1" in text
+    assert text.endswith("30 s")
+    assert not directory.status.exists()
+
+
+def test_it_answers_while_its_main_thread_is_busy(directory):
+    with answers_status(directory):
+        said = []
+        asking = threading.Thread(target=lambda: said.append(status_of(directory.path)))
+        asking.start()
+        asking.join()
+    assert said == [f"process {os.getpid()} waits for no other process"]
+
+
+def test_sigusr1_writes_it(directory, capsys):
+    with answers_status(directory), waiting("the loop", "update", "learner rank 1", 30):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert "learner rank 1" in capsys.readouterr().err
+
+
+def test_where_no_run_is(directory, tmp_path):
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        status_of(tmp_path / "other")
+    with pytest.raises(RunDirectoryError, match="no run is under way"):
+        status_of(directory.path)
+    directory.status.write_text('{"pid": 1, "host": "elsewhere", "socket": ""}')
+    with pytest.raises(RunDirectoryError, match="is under way on elsewhere: ask there"):
+        status_of(directory.path)
+    directory.status.write_text('{"pid": 1, "host": "%s", "socket": "/nowhere"}' % os.uname().nodename)
+    with pytest.raises(RunDirectoryError, match="process 1, .* does not answer"):
+        status_of(directory.path)
