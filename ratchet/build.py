@@ -23,6 +23,7 @@ from ratchet.errors import ConfigError, DataError, MissingDependency, ModelError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
 from ratchet.evals.scores import ScoreEvaluator
+from ratchet.executors import environment
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
@@ -31,10 +32,10 @@ from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Environment, Generator, Learner, Measures, OffersTools, Reward
+from ratchet.interfaces import Environment, Generator, Learner, Measures, OffersTools, Placeable, Reward
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
-from ratchet.links.shared import SharedLink
+from ratchet.links.choice import link_between
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.presets import preset
@@ -63,18 +64,25 @@ class Policy:
         tool_format: str = "auto",
         generator: Section | None = None,
     ) -> Policy:
-        """With a generator in this process, which reads the model's own tensors. Raises ModelError for a misfit."""
+        """generator: its section; None: the engine, which reads the model's own tensors. Raises ModelError for a misfit."""
         if tokenizer.vocab_size > model.vocab_size:
             raise ModelError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}: "
                 "they don't belong together; give the model's own tokenizer"
             )
-        made = construct(generator or resolve("generator", {}), model, tokenizer)
+        section = generator or resolve("generator", {})
+        with environment.settings(getattr(section, "environment", {})):
+            made = construct(section, model, tokenizer)
         return cls(model, tokenizer, Renderer(tokenizer, template, tool_format=tool_format), made)
 
     def ends(self, sampling: Sampling) -> Sampling:
         """With the ids that end this policy's turn among the stop ids."""
         return replace(sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids))))
+
+    async def close(self) -> None:
+        """Ends what the generator may have started."""
+        if isinstance(self.generator, Placeable):
+            await self.generator.close()
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,7 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         algorithm=algorithm,
         roles=roles,
         batcher=Batcher(source, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share),
-        link=SharedLink(policy.generator),
+        link=link_between(roles["policy"], policy.generator),
         first_step=first,
         last_step=first + plan.steps,
         managers=(manager, *evaluator.managers) if evaluator else (manager,),

@@ -153,6 +153,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "generator": {
         "engine": "ratchet.generators.config:EngineConfig",
         "hf": "ratchet.generators.config:HFConfig",
+        "vllm": "ratchet.generators.config:VLLMConfig",
     },
     "tokenizer": {
         "auto": "ratchet.data.config:AutoTokenizerConfig",

@@ -124,6 +124,7 @@ class Session:
                 self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
                 self.command = checkpoint.meta["command"]  # the one that began the run reproduces it
             self.sinks = self._open_sinks(-1 if checkpoint is None else checkpoint.step)
+            policy: Policy | None = None
             try:
                 policy = build_policy(self.config)
                 check_stages(self.config, policy, first=len(self.summaries))
@@ -147,6 +148,8 @@ class Session:
                 raise
             finally:
                 self.sinks.close()
+                if policy is not None:
+                    await policy.close()
         return 0
 
     def _open_sinks(self, keep_through: int) -> Sinks:
