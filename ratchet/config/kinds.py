@@ -149,10 +149,11 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "by_tag": "ratchet.rewards.config:ByTagConfig",
     },
     "agent": {"command": "ratchet.experience.proxy.config:CommandConfig"},
-    "learner": {"local": "ratchet.learners.config:LocalConfig"},
+    "learner": {"local": "ratchet.learners.config:LocalConfig", "dtensor": "ratchet.learners.config:DTensorConfig"},
     "generator": {
         "engine": "ratchet.generators.config:EngineConfig",
         "hf": "ratchet.generators.config:HFConfig",
+        "vllm": "ratchet.generators.config:VLLMConfig",
     },
     "cluster": {
         "local": "ratchet.executors.config:LocalClusterConfig",

@@ -223,6 +223,33 @@ def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             yield _clash(f"{key} has {name} twice, and their parts would share that name: give it once, with one weight", key)
 
 
+def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Filters don't act on greedy sampling."""
+    cutting = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    for key, off in cutting.items():
+        value = getattr(stage.sampling, key)
+        if value != off and stage.sampling.temperature > 0 and not getattr(stage.generator, "filters", True):
+            yield _clash(
+                f"sampling.{key}={value:g} cuts the distribution, and generator {getattr(stage.generator, 'kind', '')} doesn't "
+                f"say how much it kept, which training needs: set sampling.{key}={off:g}, or generator.kind=engine",
+                f"sampling.{key}",
+                "generator.kind",
+            )
+
+
+def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Of a preset; that of a directory is known when it is read."""
+    misfit, shape = getattr(stage.generator, "misfit", None), presets().get(config.model.preset or "")
+    if misfit is None or shape is None:
+        return
+    shape = {**shape, **config.model.overrides}
+    sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
+    if reason := misfit(**sizes, on_cpu=config.device == "cpu"):
+        yield _clash(
+            f"generator.kind={getattr(stage.generator, 'kind', '')} can't run this model: {reason}", "generator", "model"
+        )
+
+
 def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """A built-in environment says what it has; somebody else's is asked when the stage starts."""
     gives = getattr(stage.environment, "gives", None)
@@ -283,6 +310,16 @@ def _redundant(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             )
 
 
+def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    first = config.stages[0].learner
+    if stage.learner != first and "dtensor" in (getattr(first, "kind", ""), getattr(stage.learner, "kind", "")):
+        yield _clash(
+            f"learner differs from that of stage {config.stages[0].name}, and what trains in processes stays there from stage to "
+            "stage: put one learner section at the top of the recipe",
+            "learner",
+        )
+
+
 def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
@@ -305,6 +342,8 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _schedule,
     _critic,
     _sampling,
+    _filters,
+    _shape,
     _context,
     _evaluation,
     _rewards,
@@ -314,4 +353,5 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _agent,
     _overlong,
     _redundant,
+    _learners,
 )

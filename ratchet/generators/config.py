@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ratchet.config.base import Section
 
@@ -46,3 +47,78 @@ class HFConfig(Section):
     keep_kv: bool = Field(
         False, description="Running requests keep the old weights' keys and values at a commit, instead of computing them anew."
     )
+
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernels for the CPU
+CPU_BLOCK = 32  # tokens; their blocks are multiples of it
+
+
+class VLLMConfig(Section):
+    """vLLM, on weights of its own: every push of the learner's goes to its workers, and is checked there before it counts."""
+
+    builds: ClassVar[str] = "ratchet.generators.vllm:VLLMGeneration"
+    filters: ClassVar[bool] = False  # vLLM doesn't say which mass they kept
+
+    kind: Literal["vllm"] = "vllm"
+    engine: Literal["async", "sync"] = Field(
+        "async",
+        description="async: vLLM's engine in processes of its own, which generate while this one does other work; sync: in "
+        "this process, step by step.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Of vLLM's weights and cache; auto: float32 on a CPU, else bfloat16. The learner's stay as they are.",
+    )
+    max_running: int = Field(256, ge=1, description="Requests that are generated at the same time; the others wait.")
+    max_context: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Tokens of prompt and completion together; null: as many as the model has positions."
+    )
+    kv_cache_gib: float = Field(4.0, gt=0, description="KV cache of each worker, in GiB.")
+    block_size: int = Field(
+        32, ge=16, multiple_of=16, description="Tokens of a block of the KV cache; prompts share whole ones."
+    )
+    tensor_parallel: int = Field(1, ge=1, description="Workers that share every layer.")
+    pipeline_parallel: int = Field(1, ge=1, description="Workers, or groups of them, that each have a share of the layers.")
+    data_parallel: int = Field(1, ge=1, description="Whole copies of the model, which share the requests.")
+    enforce_eager: bool = Field(
+        False, description="Neither compiles nor captures graphs: starts sooner, generates slower on an accelerator."
+    )
+    keep_kv: bool = Field(
+        False, description="Running requests keep the old weights' keys and values at a commit, instead of computing them anew."
+    )
+    handover_dir: str | None = Field(
+        None,
+        description="Where weights lie on their way to vLLM's workers: a directory that all of them see; null: shared memory, "
+        "or the temporary directory where there is too little.",
+    )
+
+    @model_validator(mode="after")
+    def _alone(self) -> VLLMConfig:
+        wanted = [name for name in ("tensor_parallel", "pipeline_parallel", "data_parallel") if getattr(self, name) > 1]
+        if self.engine == "sync" and wanted:
+            raise ValueError(f"{wanted[0]} needs processes of its own: set engine to async")
+        return self
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables that vLLM reads when it starts; what the user has set goes first."""
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.engine == "sync" else "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner computes on the same cores
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+
+    def misfit(self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool) -> str | None:
+        """Why vLLM, set up like this, can't run a model of that shape; None when nothing speaks against it."""
+        ways = self.tensor_parallel
+        if n_heads % ways or (n_kv_heads % ways and ways % n_kv_heads):
+            return f"tensor_parallel={ways} doesn't divide the model's {n_heads} attention and {n_kv_heads} KV heads: lower it"
+        if n_layers < self.pipeline_parallel:
+            return f"pipeline_parallel={self.pipeline_parallel} is more than the model's {n_layers} layers: lower it"
+        if on_cpu and head_dim not in CPU_HEAD_SIZES:
+            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+            return f"vLLM on a CPU has no attention for head_dim={head_dim}, only {sizes}: choose a model with one of these"
+        if on_cpu and self.block_size % CPU_BLOCK:
+            return f"block_size={self.block_size} must be a multiple of {CPU_BLOCK} on a CPU"
+        return None

@@ -9,13 +9,10 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from ratchet.errors import ConfigError, DataError
-from ratchet.generators.engine.sampling import check_sampling
-from ratchet.generators.engine.stopping import StopStrings, TextDecoder
-from ratchet.generators.requests import Core, Request
+from ratchet.generators.engine.stopping import TextDecoder
+from ratchet.generators.requests import Core, Entrance
 from ratchet.generators.staging import Staging
 from ratchet.interfaces import Shard
 from ratchet.types import Completion, Sampling
@@ -31,6 +28,8 @@ class Front:
     tokenizer: needed for requests with stop strings only.
     """
 
+    shares_weights = True  # the learner's optimizer changes the very tensors that the core reads
+
     def __init__(
         self,
         core: Core,
@@ -41,11 +40,16 @@ class Front:
         max_context: int,
         keep_kv: bool,
     ) -> None:
-        self.core, self.tokenizer = core, tokenizer
-        self.vocab_size, self.max_context, self.keep_kv = vocab_size, max_context, keep_kv
+        self.core, self.keep_kv = core, keep_kv
+        self.entrance = Entrance(vocab_size, max_context, tokenizer)
         self._staging = Staging(weights)
         self._paused = False
         self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and completion together."""
+        return self.entrance.max_context
 
     @property
     def version(self) -> int:
@@ -57,7 +61,7 @@ class Front:
         """Raises DataError for a prompt that is empty, too long or has an unknown token, ConfigError for an impossible
         sampling, and whatever broke the step that the request was in."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = self._request(tokens, sampling, _once(future, future.set_result), _once(future, future.set_exception))
+        request = self.entrance.admit(tokens, sampling, _once(future, future.set_result), _once(future, future.set_exception))
         if request.limit == len(request.prompt):
             return request.without_tokens(request.reason_at_limit)
         self.core.add(request)
@@ -73,7 +77,7 @@ class Front:
         assert not self._paused, "a paused generator can't be waited for"
         results: dict[int, Completion] = {}
         requests = [
-            self._request(prompt, sampling, _keep(results, i), _ignore)
+            self.entrance.admit(prompt, sampling, _keep(results, i), _ignore)
             for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         try:
@@ -88,28 +92,6 @@ class Front:
             for request in requests if len(results) < len(requests) else ():
                 self.core.cancel(request)
         return [results[i] for i in range(len(requests))]
-
-    def _request(
-        self,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        deliver: Callable[[Completion], None],
-        fail: Callable[[BaseException], None],
-    ) -> Request:
-        prompt = np.array(tokens, dtype=np.int64)
-        if not len(prompt):
-            raise DataError("an empty prompt: the first token needs something before it, at least a BOS token")
-        if len(prompt) > self.max_context:
-            raise DataError(f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: shorten or drop it")
-        if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id is a huge one
-            wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
-            raise DataError(f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its tokenizer?")
-        check_sampling(sampling)
-        if sampling.stop and self.tokenizer is None:
-            raise ConfigError("sampling.stop has strings, but the generator has no tokenizer: give it one, or use stop_ids")
-        watch = StopStrings(sampling.stop, self.tokenizer) if sampling.stop and self.tokenizer is not None else None
-        limit = min(len(prompt) + sampling.max_new_tokens, self.max_context)
-        return Request(prompt, sampling, limit, deliver, fail, watch)
 
     # --- the task that makes the steps
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.generators.engine.stopping import StopStrings
+from ratchet.errors import ConfigError, DataError
+from ratchet.generators.engine.sampling import check_sampling
+from ratchet.generators.engine.stopping import StopStrings, TextDecoder
 from ratchet.types import Completion, Sampling, StopReason
 
 
@@ -56,6 +58,39 @@ class Request:
         for start, version in self.marks:
             versions[start:] = version
         return versions
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """What every prompt is held to. tokenizer: needed for requests with stop strings only."""
+
+    vocab_size: int
+    max_context: int
+    tokenizer: TextDecoder | None
+
+    def admit(
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        deliver: Callable[[Completion], None],
+        fail: Callable[[BaseException], None],
+    ) -> Request:
+        """Raises DataError for a prompt that is empty, too long or has an unknown token, ConfigError for an impossible
+        sampling."""
+        prompt = np.array(tokens, dtype=np.int64)
+        if not len(prompt):
+            raise DataError("an empty prompt: the first token needs something before it, at least a BOS token")
+        if len(prompt) > self.max_context:
+            raise DataError(f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: shorten or drop it")
+        if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id is a huge one
+            wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
+            raise DataError(f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its tokenizer?")
+        check_sampling(sampling)
+        if sampling.stop and self.tokenizer is None:
+            raise ConfigError("sampling.stop has strings, but the generator has no tokenizer: give it one, or use stop_ids")
+        watch = StopStrings(sampling.stop, self.tokenizer) if sampling.stop and self.tokenizer is not None else None
+        limit = min(len(prompt) + sampling.max_new_tokens, self.max_context)
+        return Request(prompt, sampling, limit, deliver, fail, watch)
 
 
 class Core(Protocol):

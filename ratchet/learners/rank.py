@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,13 +14,13 @@ from torch import Tensor
 from ratchet.algorithms.base import Algorithm, Term
 from ratchet.batch import Batch
 from ratchet.config.kinds import construct, imported, resolve
-from ratchet.config.schema import OptimizerConfig
 from ratchet.interfaces import Shard
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.dtensor import DTensorLearner, shard_model
 from ratchet.learners.export import export_blocks
 from ratchet.learners.held import fill_held, held_parameters
 from ratchet.learners.mesh import Mesh
+from ratchet.learners.specs import RoleSpec
 from ratchet.learners.topology import topology_of
 from ratchet.models.heads import ScalarHead
 from ratchet.models.origin import Origin
@@ -42,18 +41,6 @@ class Seat(Protocol):
     def rendezvous(self) -> str: ...
     @property
     def device(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """How the learner of a role is made. origin: of its model; None: a copy of the policy as it is, which for "policy" is the
-    policy itself. optimizer: None freezes it. scalar: whether it has a scalar head."""
-
-    origin: Origin | None = None
-    optimizer: OptimizerConfig | None = None
-    total_steps: int = 1
-    scalar: bool = False
-    shared_vocab: int | None = None
 
 
 class LearnerRank:

@@ -33,7 +33,8 @@ class RemoteLearner:
         unit: Level,
         shares_prefixes: bool,
     ) -> None:
-        self.ranks, self.role, self.unit, self.vocab_size = ranks, role, unit, vocab_size
+        self.ranks, self.role, self.vocab_size = ranks, role, vocab_size
+        self.unit: Level = unit
         self.topology = topology_of(config)
         self.max_tokens = most_tokens(config.micro_batch_tokens, device)
         self.shares_prefixes = shares_prefixes and self.topology.context == 1

@@ -1,4 +1,4 @@
-"""How the ranks of a learner share their work: pure arithmetic, which the driver does too. Free of torch.
+"""How the ranks of a learner share their work: pure arithmetic, which the driver does too.
 
 Ranks are counted with the tensor-parallel ones next to each other, as these exchange most, then context, data and pipeline.
 """
@@ -11,6 +11,7 @@ from itertools import product
 
 from ratchet.errors import ConfigError
 from ratchet.learners.config import DTensorConfig
+from ratchet.models.parts import Part, Share
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,8 @@ def topology_of(config: DTensorConfig) -> Topology:
         pipeline=config.pipeline_parallel,
         experts=config.expert_parallel,
     )
+
+
+def parts(config: DTensorConfig) -> Part:
+    """The first rank's, for a check of whether a model can be divided so."""
+    return Part(Share(0, config.tensor_parallel), Share(0, config.pipeline_parallel), Share(0, config.expert_parallel))

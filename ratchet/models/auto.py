@@ -19,9 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ratchet.errors import ModelError
 from ratchet.models.hf import Savable, remove_stale_weights
-from ratchet.models.policy import PolicyModel
+from ratchet.models.policy import UNLIMITED, PolicyModel
 
-UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
 PROBE_LENGTHS = (5, 1, 7, 3)
 
 

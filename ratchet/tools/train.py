@@ -8,18 +8,19 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.build import Policy, build_policy, build_run, check_stages
+from ratchet.build import Policy
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.configured import build_executor, build_policy, build_run, check_stages, start_ranks
 from ratchet.errors import RunDirectoryError
 from ratchet.executors.machine import freeze, prepare_process
 from ratchet.interfaces import Learner
@@ -125,9 +126,12 @@ class Session:
                 self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
                 self.command = checkpoint.meta["command"]  # the one that began the run reproduces it
             self.sinks = self._open_sinks(-1 if checkpoint is None else checkpoint.step)
+            policy: Policy | None = None
+            executor = build_executor(self.config)
             try:
                 policy = build_policy(self.config)
                 check_stages(self.config, policy, first=len(self.summaries))
+                policy = replace(policy, ranks=start_ranks(self.config, executor, policy.model))
                 # What is loaded by now stays: the collector would walk all of it again and again, for a third of a small step.
                 gc.collect()
                 gc.freeze()
@@ -148,6 +152,9 @@ class Session:
                 raise
             finally:
                 self.sinks.close()
+                if policy is not None:
+                    await policy.close()
+                executor.close()
         return 0
 
     def _open_sinks(self, keep_through: int) -> Sinks:

@@ -8,17 +8,23 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rewards.fake_http import Answer, chat, serve
 from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.fake_remote import FakeRemote
 
-from ratchet.build import build_reward
 from ratchet.config.kinds import KINDS, construct, resolve, section_class
+from ratchet.configured import build_reward
 from ratchet.environments.games_config import GameConfig
 from ratchet.errors import DataError
+from ratchet.generators import vllm
+from ratchet.generators.config import VLLMConfig
+from ratchet.generators.vllm import VLLMGeneration, dtype_of, engine_arguments
 from ratchet.models.heads import ScalarHead, save_head
+from ratchet.models.load import init_policy
+from ratchet.models.presets import preset
 from ratchet.testing.builders import make_trajectory
 from ratchet.types import Message, Scored, Task, ToolCall
 
@@ -55,6 +61,21 @@ def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
     with_tools(questions)
     environments_of_others(patch)
     in_terminals()
+    by_vllm()
+
+
+def by_vllm() -> None:
+    """As far as it goes without vLLM."""
+    config = VLLMConfig(handover_dir=str(Path.cwd()))
+    dtype = dtype_of(config, on_cpu=True)
+    engine_arguments(config, Path(), dtype, 64, on_cpu=True)
+    policy = init_policy(preset("tiny", vocab_size=8), seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+        patch.setattr(vllm, "find_spec", lambda name: True)
+        patch.setattr(vllm, "import_module", lambda name: platforms)
+        patch.setattr(vllm, "CORES", dict.fromkeys(("async", "sync"), lambda arguments: SimpleNamespace(close=lambda: None)))
+        asyncio.run(VLLMGeneration(config, policy).close())
 
 
 # --- rewards

@@ -1,0 +1,211 @@
+"""vLLM as a generator: it has the weights a second time, and gets every version of them by a push that is checked first.
+
+A push is a transaction. What is received lies in a file; at the commit every worker compares the checksums while the old
+weights serve; only then the engine halts between two steps, loads, and goes on. Running requests keep their tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import disk_usage, rmtree
+from typing import Any
+
+import torch
+
+from ratchet.errors import ConfigError, MissingDependency, ModelError
+from ratchet.generators.config import VLLMConfig
+from ratchet.generators.engine.stopping import TextDecoder
+from ratchet.generators.front import Front
+from ratchet.generators.vllm_engines import CORES, VLLMCore
+from ratchet.generators.vllm_weights import Outbox
+from ratchet.interfaces import Shard
+from ratchet.models.hf import read_json
+from ratchet.models.policy import PolicyModel
+from ratchet.types import Completion, Sampling
+
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_TEMPERATURE = 0.01  # vLLM takes a lower one for this
+BACKEND = "ratchet.generators.vllm_backend.VLLMBackend"
+
+
+class VLLMGeneration(Front):
+    """Implements `Generator` and `Placeable` with vLLM. model: whose weights it starts with, and whose names pushes have.
+
+    Equal requests give equal tokens but for logits that differ in their last bits, as those of a batch of another size do. The
+    seeds are vLLM's: they give other tokens than those of the embedded engine.
+
+    Raises MissingDependency without vLLM, ModelError for a model that it can't run, and what vLLM raises when it can't start;
+    no process is left behind then.
+    """
+
+    core: VLLMCore
+    shares_weights = False
+
+    def __init__(self, config: VLLMConfig, model: PolicyModel, tokenizer: TextDecoder | None = None) -> None:
+        if find_spec("vllm") is None:  # the distribution has another name where it is built for CPUs
+            raise MissingDependency("vllm", extra="vllm", needed_for="generator.kind=vllm")
+        on_cpu = import_module("vllm.platforms").current_platform.is_cpu()
+        shapes = {name: tuple(weight.shape) for name, weight in model.canonical_weights()}
+        dtype = dtype_of(config, on_cpu=on_cpu)
+        max_context = min(config.max_context or model.max_positions, model.max_positions)
+        self._directory = _directory(config, sum(weight.numel() * 4 for _, weight in model.canonical_weights()))
+        self._outbox = Outbox(self._directory, shapes, dtype)
+        self._broken = ""  # why the weights can't be trusted
+        try:
+            start = self._directory / "start"
+            model.save(start)
+            if reason := misfit(config, read_json(start / "config.json"), on_cpu=on_cpu):
+                raise ModelError(reason)
+            core = CORES[config.engine](engine_arguments(config, start, dtype, max_context, on_cpu=on_cpu))
+        except BaseException:
+            rmtree(self._directory, ignore_errors=True)
+            raise
+        rmtree(start)
+        vocab_size = model.vocab_size
+        super().__init__(core, (), tokenizer, vocab_size=vocab_size, max_context=max_context, keep_kv=config.keep_kv)
+
+    async def generate(self, tokens: Any, sampling: Sampling) -> Completion:
+        """Raises as `Front.generate` does, and ModelError after a push that failed in the middle of loading."""
+        if sampling.truncates:
+            raise ConfigError(
+                "vLLM doesn't say how much of the distribution its filters kept, which training on their tokens needs: "
+                "set sampling.top_p=1, top_k=0 and min_p=0, or generator.kind=engine"
+            )
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"sampling.temperature={sampling.temperature:g}, and vLLM would take {LEAST_TEMPERATURE} instead: "
+                "set it to 0 (greedy) or that much"
+            )
+        if self._broken:
+            raise ModelError(f"vLLM's weights are neither old nor new since a push failed ({self._broken}): push again")
+        return await super().generate(tokens, sampling)
+
+    async def pause(self) -> None:
+        await super().pause()
+        await self.core.halt(forget=False)
+
+    async def resume(self) -> None:
+        await self.core.proceed()
+        await super().resume()
+
+    # --- new weights
+
+    async def prepare(self, manifest: Mapping[str, Any]) -> None:
+        self._outbox.clear()
+
+    async def receive(self, shards: Iterator[Shard]) -> None:
+        """Raises ModelError for a weight that the model doesn't have, of another shape, or sent twice."""
+        self._outbox.add(shards)
+
+    async def commit(self, version: int) -> None:
+        """Raises ModelError where weights are missing, or didn't arrive as they were sent: the old ones then go on serving. If
+        vLLM fails while it loads them, running requests end as aborted and no other begins before a push that succeeds."""
+        manifest = self._outbox.manifest()
+        if manifest is not None:
+            await self._ask("check_push", manifest)
+        await self.core.halt(forget=manifest is not None and not self.keep_kv)
+        try:
+            if manifest is not None:
+                await self._load(version)
+            await self.core.label(version)
+            self.core.commit(version, keep_kv=self.keep_kv)
+        finally:
+            if not self._paused:
+                await self.core.proceed()
+        self._outbox.clear()
+
+    async def _load(self, version: int) -> None:
+        try:
+            await self._ask("apply_push", version)
+        except BaseException as error:
+            self._broken = str(error)
+            self.core.abort()
+            raise
+        self._broken = ""
+
+    async def _ask(self, method: str, *arguments: Any) -> None:
+        try:
+            reasons = [reason for reason in await self.core.call(method, *arguments) if reason]
+        except Exception as error:  # vLLM's own kinds differ by engine
+            raise ModelError(f"the push was refused by a worker: {error}") from error
+        if reasons:
+            raise ModelError(f"the push was refused by {len(reasons)} of vLLM's workers: {reasons[0]}")
+
+    async def rollback(self) -> None:
+        self._outbox.clear()
+
+    # --- who holds the accelerator
+
+    async def onload(self) -> None:
+        await self.core.wake()
+        await super().resume()
+
+    async def offload(self) -> None:
+        """Frees the accelerator's memory of weights and cache; running requests keep their tokens. On a CPU it only halts."""
+        await super().pause()
+        await self.core.sleep()
+
+    async def close(self) -> None:
+        """Ends vLLM's processes, and takes its files away. Running requests end as aborted, or cancelled."""
+        self._paused = True
+        self.core.close()
+        rmtree(self._directory, ignore_errors=True)
+
+
+def engine_arguments(config: VLLMConfig, model: Path, dtype: torch.dtype, max_context: int, *, on_cpu: bool) -> dict[str, Any]:
+    """Keywords of vLLM's `EngineArgs`."""
+    return {
+        "model": str(model),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_num_seqs": config.max_running,
+        "max_model_len": max_context,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
+        "block_size": config.block_size,
+        "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
+        "data_parallel_size": config.data_parallel,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": not on_cpu,
+        "logprobs_mode": "processed_logprobs",  # without filters: under the temperature alone
+        "worker_extension_cls": BACKEND,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def dtype_of(config: VLLMConfig, *, on_cpu: bool) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if on_cpu else torch.bfloat16
+    return getattr(torch, config.dtype)
+
+
+def misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool) -> str | None:
+    """model: the content of its `config.json`."""
+    text = model.get("text_config", model)
+    heads = text.get("num_attention_heads")
+    if heads is None:  # a family of other names: vLLM judges
+        return None
+    return config.misfit(
+        n_heads=heads,
+        n_kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        n_layers=text["num_hidden_layers"],
+        on_cpu=on_cpu,
+    )
+
+
+def _directory(config: VLLMConfig, size: int) -> Path:
+    """A fresh directory for files of that many bytes at a time."""
+    parent = config.handover_dir
+    if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:
+        parent = str(SHARED_MEMORY)
+    return Path(tempfile.mkdtemp(prefix="ratchet-vllm-", dir=parent))

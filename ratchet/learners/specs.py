@@ -1,0 +1,20 @@
+"""What the driver tells the ranks of a learner about a stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratchet.config.schema import OptimizerConfig
+from ratchet.models.origin import Origin
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """How the learner of a role is made. origin: of its model; None: a copy of the policy as it is, which for "policy" is the
+    policy itself. optimizer: None freezes it. scalar: whether it has a scalar head."""
+
+    origin: Origin | None = None
+    optimizer: OptimizerConfig | None = None
+    total_steps: int = 1
+    scalar: bool = False
+    shared_vocab: int | None = None

@@ -1,0 +1,474 @@
+"""What the tests of the real vLLM do with it, each in a process of its own: `python vllm_play.py NAME [ARGUMENT...]`.
+
+vLLM changes the process that it starts in, and two engines one after the other disturb each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ratchet.config.loader import load_config
+from ratchet.configured import build_policy, build_run
+from ratchet.errors import ConfigError, DataError, ModelError
+from ratchet.executors import environment
+from ratchet.generators.config import VLLMConfig
+from ratchet.generators.vllm import VLLMGeneration
+from ratchet.interfaces import Shard
+from ratchet.links.direct import DirectLink
+from ratchet.loop import train
+from ratchet.models.auto import TransformersPolicy
+from ratchet.models.config import DecoderConfig
+from ratchet.models.decoder import Decoder
+from ratchet.models.policy import DecoderPolicy
+from ratchet.testing.conformance import check_generator
+from ratchet.types import Sampling, StopReason
+
+PROMPTS = [[1, 2, 3], [4] * 40, list(range(5, 60)), [7, 7, 8]]
+
+
+class Numbers:
+    """Token i reads "i,"."""
+
+    def decode(self, ids):
+        return "".join(f"{i}," for i in ids)
+
+
+class Weights:
+    """As much of a learner as a link needs."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def weights(self):
+        for name, tensor in self.policy.canonical_weights():
+            yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def policy(*, tied=True, seed=0):
+    shape = DecoderConfig(67, 64, 2, 4, 2, 32, 96, max_positions=256, init_std=0.2, tied=tied)
+    return DecoderPolicy(Decoder(shape).init_weights(seed))
+
+
+def shake(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+@asynccontextmanager
+async def started(model, engine, **keys):
+    config = VLLMConfig(engine=engine, kv_cache_gib=0.05, enforce_eager=True, max_running=16, **keys)
+    with environment.settings(config.environment):
+        generator = VLLMGeneration(config, model, Numbers())
+    try:
+        yield generator
+    finally:
+        await generator.close()
+        left = [path for path in Path("/dev/shm").glob("ratchet-vllm-*") if path == generator._directory]
+        assert not left, "files are left"
+        assert not children(), f"processes are left: {children()}"
+
+
+def children():
+    """Of this process, whatever depth; Python's own tracker of shared memory ends with it."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            found[int(stat.parent.name)] = (parent, (stat.parent / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    below = {os.getpid()}
+    for _ in range(4):
+        below |= {pid for pid, (parent, _) in found.items() if parent in below}
+    return [found[pid][1] for pid in below - {os.getpid()} if "resource_tracker" not in found[pid][1]]
+
+
+def expected(model, prompt, completion, temperature=1.0):
+    tokens = torch.tensor([*prompt, *completion.tokens.tolist()])
+    with torch.no_grad():
+        hidden = model.hidden(tokens, torch.arange(len(tokens)), [len(tokens)])
+        logits = model.logits(hidden)[len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0].numpy()
+
+
+def furthest(model, prompts, completions, temperature=1.0):
+    pairs = zip(prompts, completions, strict=True)
+    return max(float(np.abs(expected(model, p, c, temperature) - c.logprobs).max()) for p, c in pairs)
+
+
+async def all_of(generator, sampling, prompts=PROMPTS):
+    return await asyncio.gather(*(generator.generate(prompt, sampling) for prompt in prompts))
+
+
+async def conforms(engine):
+    model = policy()
+    sampling = Sampling(max_new_tokens=24, seed=3)
+    async with started(model, engine) as generator:
+        await check_generator(generator, PROMPTS)
+
+        first = await generator.generate([1, 2, 3], sampling)
+        assert first.stop is StopReason.LENGTH
+        assert len(first.tokens) == 24
+        alone = first.tokens.tolist()
+        several = await all_of(generator, sampling, [[1, 2, 3], [9, 8], [1, 2, 3, 4]])
+        assert several[0].tokens.tolist() == alone, "neighbours changed a request's draws"
+        other = await generator.generate([1, 2, 3], replace(sampling, seed=4))
+        assert other.tokens.tolist() != alone
+        greedy = await generator.generate([1, 2, 3], replace(sampling, temperature=0.0))
+        assert furthest(model, [[1, 2, 3]], [greedy]) < 1e-4
+        cold = await generator.generate([1, 2, 3], replace(sampling, temperature=0.7))
+        assert furthest(model, [[1, 2, 3]], [cold], 0.7) < 1e-4
+
+        text = f"{alone[4]},{alone[5]},"
+        string = await generator.generate([1, 2, 3], replace(sampling, stop=(text,)))
+        assert string.stop is StopReason.STOP_STRING
+        assert string.tokens.tolist() == alone[: len(string.tokens)]
+        assert text in Numbers().decode(string.tokens.tolist())
+        assert text not in Numbers().decode(string.tokens.tolist()[:-1])
+        assert len(string.versions) == len(string.tokens)
+
+        full = await generator.generate([5] * 250, sampling)
+        assert full.stop is StopReason.CONTEXT
+        assert len(full.tokens) == 6
+        none = await generator.generate([5] * 256, sampling)
+        assert none.stop is StopReason.CONTEXT
+        assert not len(none.tokens)
+        for sampling_or_prompt, error in [
+            (([5] * 257, sampling), DataError),
+            (([67], sampling), DataError),
+            (([1], replace(sampling, top_p=0.9)), ConfigError),
+            (([1], replace(sampling, temperature=0.001)), ConfigError),
+        ]:
+            with pytest.raises(error):
+                await generator.generate(*sampling_or_prompt)
+        await halts_and_aborts(generator, model, sampling)
+
+
+async def halts_and_aborts(generator, model, sampling):
+    long = replace(sampling, max_new_tokens=200, stop=("nothing says this",))  # so that pieces come, and can be counted
+    whole = await all_of(generator, long)
+    tasks = [asyncio.create_task(generator.generate(prompt, long)) for prompt in PROMPTS]
+    await until_some(generator, 3)
+    await generator.pause()
+    late = asyncio.create_task(generator.generate([1, 2], long))
+    await asyncio.sleep(0.3)
+    assert not any(task.done() for task in [*tasks, late])
+    await generator.resume()
+    for task, reference in zip(tasks, whole, strict=True):
+        assert (await task).tokens.tolist() == reference.tokens.tolist(), "a pause changed a running request"
+    await late
+
+    await generator.offload()
+    asleep = asyncio.create_task(generator.generate(PROMPTS[0], long))
+    await asyncio.sleep(0.3)
+    assert not asleep.done()
+    await generator.onload()
+    assert (await asleep).tokens.tolist() == whole[0].tokens.tolist()
+
+    tasks = [asyncio.create_task(generator.generate(prompt, long)) for prompt in PROMPTS]
+    await until_some(generator, 3)
+    tasks[0].cancel()
+    generator.abort()
+    fresh = asyncio.create_task(generator.generate([3, 3], sampling))
+    cancelled, *partial = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(cancelled, asyncio.CancelledError)
+    for completion, reference in zip(partial, whole[1:], strict=True):
+        assert completion.stop is StopReason.ABORTED
+        assert 0 < len(completion.tokens) < 200
+        assert completion.tokens.tolist() == reference.tokens[: len(completion.tokens)].tolist()
+        assert len(completion.versions) == len(completion.tokens)
+    assert (await fresh).stop is StopReason.LENGTH, "a request after the abort was aborted too"
+    unstarted = asyncio.create_task(generator.generate([3, 4], long))
+    await asyncio.sleep(0)
+    generator.abort()
+    assert (await unstarted).stop is StopReason.ABORTED
+
+
+async def until_some(generator, count):
+    """Every running request has so many tokens."""
+
+    def fed(request):
+        return len(request.watch.window)
+
+    while len(running(generator)) < len(PROMPTS) or min(map(fed, running(generator))) < count:
+        await asyncio.sleep(0.001)
+
+
+def running(generator):
+    core = generator.core
+    return list(core._requests.values()) if hasattr(core, "_requests") else [a.request for a in core._answers.values()]
+
+
+async def pushes(engine, tied, tensor_parallel="1"):
+    model = policy(tied=tied == "tied")
+    learner = Weights(model)
+    sampling = Sampling(max_new_tokens=24, seed=3)
+    async with started(model, engine, tensor_parallel=int(tensor_parallel)) as generator:
+        old = await all_of(generator, sampling)
+        assert furthest(model, PROMPTS, old) < 1e-4
+        link = DirectLink(learner, generator)
+        for version in (1, 2):
+            shake(model, version)
+            stale = await all_of(generator, sampling)
+            assert furthest(model, PROMPTS, stale) > 0.1, "the learner's weights reached vLLM by themselves"
+            await link.push(version)
+            new = await all_of(generator, sampling)
+            assert furthest(model, PROMPTS, new) < 1e-4
+            assert furthest(model, PROMPTS, stale) > 0.1
+            assert all((c.versions == version).all() for c in new)
+        good = [torch.clone(parameter.detach()) for parameter in model.parameters()]
+        shake(model, 5)
+        await refused_pushes(generator, learner)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), good, strict=True):
+                parameter.copy_(value)
+        again = await all_of(generator, sampling)
+        assert furthest(model, PROMPTS, again) < 1e-4, "a failed push changed the weights"
+        assert all((c.versions == 2).all() for c in again)
+        shake(model, 6)
+        await in_pieces(generator, learner)
+        new = await all_of(generator, sampling)
+        assert furthest(model, PROMPTS, new) < 1e-4
+        assert generator.version == 3
+        if engine == "sync" or tied == "untied":
+            await fails_while_loading(generator, learner, model, sampling)
+
+
+async def refused_pushes(generator, learner):
+    async def corrupt():
+        with generator._outbox.path.open("r+b") as file:
+            file.seek(1000)
+            file.write(b"\xff\x00\xff\x00")
+
+    async def cut_off():
+        os.truncate(generator._outbox.path, 1000)
+
+    async def gone():
+        generator._outbox.path.unlink()
+
+    for damage in (corrupt, cut_off, gone):
+        await generator.prepare({})
+        await generator.receive(learner.weights())
+        await damage()
+        await refuses(generator.commit(9), "refused by")
+        await generator.rollback()
+    shards = list(learner.weights())
+    await generator.prepare({})
+    await generator.receive(iter(shards[:-1]))
+    await refuses(generator.commit(9), "missing")
+    await generator.rollback()
+    await refuses(generator.receive(iter([replace(shards[0], name="model.other")])), "none of that name")
+    await refuses(generator.receive(iter([replace(shards[0], shape=(1, 2))])), "shape")
+    await generator.rollback()
+    assert not list(generator._directory.iterdir())
+
+
+async def refuses(push, reason):
+    with pytest.raises(ModelError, match=reason):
+        await push
+
+
+async def in_pieces(generator, learner):
+    """As ranks of a sharded learner send them."""
+
+    def halves():
+        for shard in learner.weights():
+            for rank, piece in enumerate(shard.tensor.chunk(2)):
+                offset = rank * len(shard.tensor.chunk(2)[0])
+                yield Shard(shard.name, shard.shape, (offset, *shard.offsets[1:]), piece)
+
+    pieces = list(halves())
+    await generator.prepare({})
+    await generator.receive(iter(pieces[::2]))
+    await generator.receive(iter(pieces[1::2]))
+    await generator.commit(3)
+
+
+async def fails_while_loading(generator, learner, model, sampling):
+    """What the checks can't foresee: the generator says so instead of serving a mixture, and the next push mends it."""
+    call = generator.core.call
+    long = asyncio.create_task(generator.generate(PROMPTS[0], replace(sampling, max_new_tokens=200)))
+
+    async def broken(method, *arguments):
+        return ["disk on fire"] if method == "apply_push" else await call(method, *arguments)
+
+    while not running(generator):
+        await asyncio.sleep(0)
+    generator.core.call = broken
+    await refuses(DirectLink(learner, generator).push(4), "disk on fire")
+    generator.core.call = call
+    assert (await long).stop is StopReason.ABORTED
+    await refuses(generator.generate([1], sampling), "push again")
+    await DirectLink(learner, generator).push(5)
+    assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
+
+
+async def pushes_in_flight(engine, keep_kv=""):
+    """Tokens before the commit are the old weights', those after it the new ones', to the token."""
+    model, old = policy(), policy()
+    sampling = Sampling(max_new_tokens=200, seed=3, stop=("nothing says this",))
+    async with started(model, engine, keep_kv=keep_kv == "keep_kv") as generator:
+        tasks = [asyncio.create_task(generator.generate(prompt, sampling)) for prompt in PROMPTS]
+        await until_some(generator, 5)
+        shake(model, 1)
+        await DirectLink(Weights(model), generator).push(7)
+        completions = await asyncio.gather(*tasks)
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            assert len(completion.tokens) == 200
+            switch = int((completion.versions == 0).sum())
+            assert 0 < switch < 200
+            assert completion.versions.tolist() == [0] * switch + [7] * (200 - switch)
+            by_old = np.abs(expected(old, prompt, completion) - completion.logprobs)
+            by_new = np.abs(expected(model, prompt, completion) - completion.logprobs)
+            assert by_old[:switch].max() < 1e-4
+            if keep_kv:
+                assert by_new[switch:].max() > 1e-2, "old keys would have shown"
+            else:
+                assert by_new[switch:].max() < 1e-4
+            assert by_old[switch:].max() > 1e-2
+        fresh = await all_of(generator, replace(sampling, max_new_tokens=20))
+        assert furthest(model, PROMPTS, fresh) < 1e-4, "a new request found old keys in the prefix cache"
+
+
+RECIPE = """
+threads: 1
+device: cpu
+seed: 3
+model: {preset: tiny}
+tokenizer: {kind: characters, alphabet: "0123456789="}
+environment: {kind: sorting, digits: 4}
+sampling: {temperature: 0.7, max_new_tokens: 5}
+evaluation: {tasks: 256}
+batch_size: 64
+stages:
+  - {name: sft, algorithm: {kind: sft}, steps: 25, optimizer: {lr: 2e-3, warmup_steps: 5}}
+  - {name: grpo, algorithm: {kind: grpo, group_size: 8, equal_rewards: drop}, steps: 40, optimizer: {lr: 3e-4, warmup_steps: 3}}
+"""
+
+
+async def trains_as_the_engine_does():
+    """Both start from the same weights and see the same tasks; their draws differ."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(RECIPE)
+        ours = await accuracies(load_config(recipe))
+        vllm = ["generator.kind=vllm", "generator.kv_cache_gib=0.1", "generator.enforce_eager=true"]
+        theirs = await accuracies(load_config(recipe, vllm))
+    sys.stdout.write(f"engine {ours}, vLLM {theirs}\n")
+    assert theirs[0] == ours[0], "after the supervised stage the weights are equal"
+    assert theirs[1] > theirs[0] + 0.07
+    assert abs(theirs[1] - ours[1]) < 0.1
+
+
+async def accuracies(config):
+    """Greedy, after each stage."""
+    made = build_policy(config)
+    found = []
+    try:
+        for index in range(len(config.stages)):
+            run = build_run(config, index, made)
+            if not made.generator.shares_weights:
+                run.link = Compared(run.link, made)
+            await train(run)
+            found.append(run.progress.accuracy)
+    finally:
+        await made.close()
+    return found
+
+
+class Compared:
+    """A link that holds the sampler to the learner after every push."""
+
+    def __init__(self, link, policy):
+        self.link, self.policy = link, policy
+
+    async def push(self, version):
+        await self.link.push(version)
+        prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 10]]
+        sampled = await all_of(self.policy.generator, Sampling(max_new_tokens=8, seed=version), prompts)
+        assert furthest(self.policy.model, prompts, sampled) < 1e-4
+        assert all((completion.versions == version).all() for completion in sampled)
+
+
+async def pushes_experts():
+    """Of a mixture of experts, whose weights the model of transformers names otherwise than its files."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=67, max_position_embeddings=256, **shape, **experts))
+    model = TransformersPolicy(made.eval())
+    shake(model, 0)
+    sampling = Sampling(max_new_tokens=24, seed=3)
+    async with started(model, "sync") as generator:
+        assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
+        for version in (1, 2):
+            shake(model, version)
+            await DirectLink(Weights(model), generator).push(version)
+            assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
+
+
+async def fails_to_start(engine):
+    """The model directory can't be loaded; nothing is left behind."""
+    model = policy()
+    save = model.save
+
+    def damaged(directory):
+        save(directory)
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+
+    model.save = damaged
+    before = set(Path("/dev/shm").glob("ratchet-vllm-*"))
+    with pytest.raises(Exception, match="nitialization failed" if engine == "async" else "size"):
+        async with started(model, engine):
+            raise AssertionError("it started")
+    assert not children(), children()
+    assert set(Path("/dev/shm").glob("ratchet-vllm-*")) <= before
+
+
+async def is_killed():
+    """Prints the processes; the test kills this one, and sees whether they end."""
+    async with started(policy(), "async"):
+        pids = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _descends(path)]
+        sys.stdout.write(json.dumps(pids) + "\n")
+        sys.stdout.flush()
+        await asyncio.sleep(600)
+
+
+def _descends(path):
+    try:
+        pid = int(path.parent.name)
+        while pid > 1:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if pid == os.getpid():
+                return True
+    except OSError:
+        return False
+    return False
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    signal.alarm(300)  # a hang ends here, with a report of where
+    import faulthandler
+
+    faulthandler.dump_traceback_later(290)
+    asyncio.run(globals()[sys.argv[1]](*sys.argv[2:]))
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.write("fine\n")
