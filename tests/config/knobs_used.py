@@ -18,6 +18,8 @@ from ratchet.build import build_reward
 from ratchet.config.kinds import KINDS, construct, resolve, section_class
 from ratchet.environments.games_config import GameConfig
 from ratchet.errors import DataError
+from ratchet.executors.cluster import Need
+from ratchet.executors.local import LocalExecutor
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.testing.builders import make_trajectory
 from ratchet.types import Message, Scored, Task, ToolCall
@@ -55,6 +57,14 @@ def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
     with_tools(questions)
     environments_of_others(patch)
     in_terminals()
+    in_processes()
+
+
+def in_processes() -> None:
+    executor = LocalExecutor(resolve("cluster", {"kind": "local"}), threads=1, device="cpu", preload=())
+    executor.plan([Need("learner", 1)])
+    executor.group("learner")
+    executor.close()
 
 
 # --- rewards

@@ -74,7 +74,7 @@ def test_death_in_a_collective(start):
     preload = ("torch", "torch.distributed")
     group = start(2, COLLECTIVE, preload=preload)
     assert [float(tensor[0]) for tensor in group.call_now("sum")] == [3.0, 3.0]
-    with pytest.raises(WorkerDied, match="learner rank 1 of 2 .*SIGKILL"):
+    with pytest.raises(WorkerDied, match=r"learner rank 1 of 2 .*SIGKILL"):
         group.call_now("sum", 200, (1, random.Random(0).randrange(200)))
     group = start(2, COLLECTIVE, preload=preload)
     hanging = group.submit("hang", 1)  # rank 0 waits for it in an all_reduce
