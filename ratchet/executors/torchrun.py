@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -33,6 +34,7 @@ from ratchet.executors.worker import Place, bound
 
 NONCE_BYTES, PROOF_BYTES = 32, 64
 LINE_BYTES = 2**16
+ANSWER_S = 10.0  # for who has connected to say who it is
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,18 @@ class Launched:
 
 
 class TorchrunExecutor:
-    """Made in the process of rank 0. `plan` waits for the others."""
+    """Made in the process of rank 0; `close` then is a must, as the others wait for it. `plan` waits for them to come."""
 
     def __init__(self, config: TorchrunClusterConfig, *, threads: int, device: str) -> None:
+        """Raises ConfigError where torchrun did not start this process."""
+        launched = Launched.here()
+        if launched is None:
+            raise ConfigError(
+                "cluster.kind is torchrun, and this process is none of several that torchrun started: start it as "
+                "torchrun --nproc-per-node N -m ratchet train RECIPE, or set cluster.kind=local"
+            )
         self.config, self.threads, self.device = config, threads, device
-        self._hub: _Hub | None = None
+        self._hub = _Hub(launched, config)
         self._cluster: VirtualCluster | None = None
         self._groups: list[WorkerGroup] = []
 
@@ -66,19 +75,11 @@ class TorchrunExecutor:
     def plan(self, needs: Sequence[Need]) -> None:
         """Says what the groups will need, all of them. Raises ConfigError where there are not enough processes, and WorkerError
         where one of them does not come."""
-        launched = Launched.here()
-        if launched is None:
-            raise ConfigError(
-                "cluster.kind is torchrun, and this process is none of several that torchrun started: start it as "
-                "torchrun --nproc-per-node N -m ratchet train RECIPE, or set cluster.kind=local"
-            )
         wide = next((need for need in needs if need.gpus > 1), None)
         if wide is not None:
             raise ConfigError(
                 f"role '{wide.role}' asks for {wide}: under torchrun a rank has one; use cluster.kind=ray or local"
             )
-        if self._hub is None:
-            self._hub = _Hub(launched, self.config)
         here: Counter[str] = Counter(process.host for process in self._hub.processes)
         nodes = [Node(host, count, tuple(map(Accelerator, range(count)))) for host, count in here.items()]
         self._cluster = VirtualCluster(ResourceManager(nodes))
@@ -86,7 +87,7 @@ class TorchrunExecutor:
 
     def group(self, role: str) -> WorkerGroup:
         """On processes that are there already."""
-        assert self._hub is not None and self._cluster is not None, "a group before the plan"  # noqa: PT018
+        assert self._cluster is not None, "a group before the plan"
         bundles = self._cluster.bundles(role)
         on_host: Counter[str] = Counter(process.host for process in self._hub.processes)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
@@ -105,9 +106,8 @@ class TorchrunExecutor:
         """Ends all groups, and the other processes."""
         for group in self._groups:
             group.close()
-        if self._hub is not None:
-            self._hub.close()
-        self._groups, self._hub = [], None
+        self._hub.close()
+        self._groups = []
 
 
 def serve_rank(launched: Launched) -> int:
@@ -193,10 +193,23 @@ class _Hub:
         where = {"host": host, "port": self._listener.getsockname()[1], "secret": self._secret}
         self._store.set("driver", json.dumps(where))
         self._numbers = 0
-        found = [_Process(0, launched.local_rank, host)]
-        with waiting("driver", "the other ranks", "torchrun", START_S):
-            found += [self._accept("control") for _ in range(launched.world_size - 1)]
-        self.processes = sorted(found, key=lambda process: process.rank)
+        self._come: Future[list[_Process]] = Future()
+        own = _Process(0, launched.local_rank, host)
+        threading.Thread(target=self._gather, args=(own, launched.world_size), name="torchrun", daemon=True).start()
+
+    @property
+    def processes(self) -> list[_Process]:
+        """By rank. Waits for them. Raises WorkerError where one does not come."""
+        with waiting("driver", "connect", "the other ranks of torchrun", START_S):
+            return self._come.result()
+
+    def _gather(self, own: _Process, world_size: int) -> None:
+        """In a thread of its own: the others come before the driver has anything for them to do."""
+        try:
+            others = [self._accept("control") for _ in range(world_size - 1)]
+            self._come.set_result(sorted([own, *others], key=lambda process: process.rank))
+        except WorkerError as error:
+            self._come.set_exception(error)
 
     def at(self, host: str, position: int) -> _Process:
         return [process for process in self.processes if process.host == host][position]
@@ -213,11 +226,12 @@ class _Hub:
         return _Remote(name, connection, self._silence_s, lambda: ("its connection was closed", ""))
 
     def close(self) -> None:
-        for process in self.processes:
-            if process.control is not None:
-                with contextlib.suppress(OSError):
-                    process.control.sendall(b"end\n")
-                process.control.close()
+        with contextlib.suppress(WorkerError):  # who did not come needs no end
+            for process in self.processes:
+                if process.control is not None:
+                    with contextlib.suppress(OSError):
+                        process.control.sendall(b"end\n")
+                    process.control.close()
         self._listener.close()
 
     def _accept(self, purpose: str) -> _Process:
@@ -227,7 +241,7 @@ class _Hub:
             self._listener.settimeout(left)
             with contextlib.suppress(OSError, ValueError):
                 connection, _ = self._listener.accept()
-                connection.settimeout(left)
+                connection.settimeout(min(left, ANSWER_S))
                 nonce = secrets.token_bytes(NONCE_BYTES)
                 connection.sendall(nonce)
                 proof = connection.recv(PROOF_BYTES, socket.MSG_WAITALL)

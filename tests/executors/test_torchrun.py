@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import ConfigError
-from ratchet.executors.cluster import Need
 from ratchet.executors.config import TorchrunClusterConfig
 from ratchet.executors.torchrun import TorchrunExecutor
 
@@ -48,4 +47,4 @@ def test_a_rank_that_dies():
 
 def test_without_torchrun():
     with pytest.raises(ConfigError, match="none of several that torchrun started"):
-        TorchrunExecutor(TorchrunClusterConfig(), threads=1, device="cpu").plan([Need("learner", 1)])
+        TorchrunExecutor(TorchrunClusterConfig(), threads=1, device="cpu")
