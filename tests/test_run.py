@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from ratchet.algorithms.base import Algorithm
+from ratchet.assemble import build_policy
 from ratchet.build import Arena, Plan, make_run
 from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import EvaluationConfig, RunConfig
-from ratchet.configured import build_policy
 from ratchet.experience.batcher import Batcher
 from ratchet.loop import train
 from ratchet.run import Run

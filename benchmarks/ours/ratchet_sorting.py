@@ -14,8 +14,8 @@ import protocol
 options = common.start(protocol.target_arguments("the quick-start's GRPO stage with Ratchet"))
 
 import ratchet as rt
+from ratchet.assemble import build_arena, plan_of
 from ratchet.config.loader import load_config
-from ratchet.configured import build_arena, plan_of
 from ratchet.learners.config import LocalConfig
 
 

@@ -314,8 +314,8 @@ def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     first = config.stages[0].learner
     if stage.learner != first and "dtensor" in (getattr(first, "kind", ""), getattr(stage.learner, "kind", "")):
         yield _clash(
-            f"learner differs from that of stage {config.stages[0].name}, and what trains in processes stays there from stage to "
-            "stage: put one learner section at the top of the recipe",
+            f"learner differs from that of stage {config.stages[0].name}, and processes keep their parts of the model from "
+            "stage to stage: put one learner section at the top of the recipe",
             "learner",
         )
 

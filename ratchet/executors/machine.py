@@ -11,8 +11,11 @@ from collections.abc import Callable
 from typing import Literal
 
 from ratchet.config.base import Section
+from ratchet.config.kinds import resolve
 from ratchet.config.schema import RunConfig
 from ratchet.crew import Crew
+from ratchet.executors.config import ClusterConfig, LocalClusterConfig
+from ratchet.executors.torchrun import Launched
 
 MOST_WORKERS = 4  # each has gradients of its own, which take as much memory as the weights
 CLEARLY = 1.2  # times faster: a busy machine disturbs either side
@@ -89,7 +92,8 @@ def keep_freed_memory() -> None:
 
 
 def freeze(config: RunConfig) -> RunConfig:
-    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed run sees the same."""
+    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed run sees the same. Where
+    torchrun started several processes, these are the cluster."""
     import torch
 
     device = config.device
@@ -103,4 +107,8 @@ def freeze(config: RunConfig) -> RunConfig:
         return learner.model_copy(update={"workers": workers}) if getattr(learner, "workers", 1) == "auto" else learner
 
     stages = tuple(stage.model_copy(update={"learner": frozen(stage.learner)}) for stage in config.stages)
-    return config.model_copy(update={"device": device, "threads": threads, "stages": stages})
+    cluster = config.cluster
+    if Launched.here() is not None and isinstance(cluster, LocalClusterConfig):
+        shared = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}
+        cluster = resolve("cluster", {"kind": "torchrun", **shared})
+    return config.model_copy(update={"device": device, "threads": threads, "stages": stages, "cluster": cluster})

@@ -43,6 +43,8 @@ class Member(abc.ABC):
         self.closing = False
         self._silence_s = silence_s
         self._silent_s: float = 0.0
+        self.pid: int | None = None  # as it says, on the machine that it calls so
+        self.said_host = ""
         self._greeted = False
         self._over: WorkerError | None = None  # what those who still call are told
         self._calls: dict[int, tuple[str, Future[Answer]]] = {}
@@ -116,7 +118,7 @@ class Member(abc.ABC):
         if other != here:
             differs = ", ".join(f"{key} {here[key]} here and {other[key]} there" for key in here if here[key] != other[key])
             raise VersionMismatch(f"{self.name} runs another version than the driver: {differs}; install the same on all hosts")
-        self._greeted = True
+        self._greeted, self.pid, self.said_host = True, said["pid"], said["host"]
 
     def _take(self, number: int, answer: Answer) -> None:
         with self._lock:
@@ -153,6 +155,9 @@ class SocketMember(Member):
 
     def kill(self) -> None:
         """The process ends with its connection."""
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -182,9 +187,11 @@ class SocketMember(Member):
             if not self.gone.done():
                 how, signal = self._how()
                 self._end(None if self.closing and not signal else self.died(f"died ({how})", signal))
+                if not self.closing:
+                    self.kill()
         except WorkerError as error:
-            self._end(error)
+            self.give_up(error)
         finally:
-            self.kill()
+            self._hang_up()
             self._requests.put(None)
             self._connection.close()

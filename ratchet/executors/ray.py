@@ -27,12 +27,13 @@ from ratchet.executors.worker import Place
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before it is imported: nothing is reported to anybody
 try:
     import ray
+    from ray.exceptions import RayActorError, RayError
     from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ModuleNotFoundError as missing:
     raise MissingDependency("ray", extra="ray", needed_for="cluster.kind: ray") from missing
 
-from ratchet.executors.ray_actor import WorkerActor, boxed, devices_here, ended_process, last_lines, opened
+from ratchet.executors.ray_actor import ACTOR, boxed, devices_here, ended_process, last_lines, opened
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,8 @@ class RayExecutor:
             host = hosts[bundle.node]
             device = "cuda:0" if bundle.accelerators else "cpu"
             places.append(Place(role, rank, len(bundles), bundle.local_rank, host, f"{host}:{ports}", bundle.threads, device))
-            members.append(
-                RayMember(Name(role, rank, len(bundles), host), bundle, self.config.silence_s, self._environment(bundle))
-            )
+            name = Name(role, rank, len(bundles), host)
+            members.append(RayMember(name, bundle, self.config.silence_s, _environment(bundle)))
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
         return group
@@ -112,13 +112,11 @@ class RayExecutor:
             return ResourceManager([self._limited(this_node(self.threads, self.device))], self.config.strategy)
         self._connect()
         nodes = [self._limited(_node(said)) for said in ray.nodes() if said["Alive"]]
-        if len(nodes) < self.config.nodes:
-            raise ConfigError(
-                f"cluster.nodes={self.config.nodes}, and the Ray cluster has {len(nodes)}: start more, or ask for fewer"
-            )
-        return ResourceManager(
-            sorted(nodes, key=lambda n: (-len(n.accelerators), -n.cpus))[: self.config.nodes], self.config.strategy
-        )
+        wanted = self.config.nodes
+        if len(nodes) < wanted:
+            raise ConfigError(f"cluster.nodes={wanted}, and the Ray cluster has {len(nodes)}: start more, or ask for fewer")
+        nodes.sort(key=lambda node: (-len(node.accelerators), -node.cpus))
+        return ResourceManager(nodes[:wanted], self.config.strategy)
 
     def _limited(self, node: Node) -> Node:
         gpus, cpus = self.config.gpus_per_node, self.config.cpus_per_node
@@ -146,7 +144,7 @@ class RayExecutor:
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
                 **quiet,
             )
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             where = (
                 f"the Ray cluster at {self.config.address} can't be reached" if self.config.address else "Ray does not start"
             )
@@ -186,9 +184,10 @@ class RayExecutor:
             timeout=ROOM_S,
         )
 
-    def _environment(self, bundle: Bundle) -> dict[str, str]:
-        seen = {"CUDA_VISIBLE_DEVICES": bundle.visible} if bundle.accelerators else {}
-        return {"OMP_NUM_THREADS": str(bundle.threads), **seen}
+
+def _environment(bundle: Bundle) -> dict[str, str]:
+    seen = {"CUDA_VISIBLE_DEVICES": bundle.visible} if bundle.accelerators else {}
+    return {"OMP_NUM_THREADS": str(bundle.threads), **seen}
 
 
 def _node(said: Mapping[str, Any]) -> Node:
@@ -197,16 +196,15 @@ def _node(said: Mapping[str, Any]) -> Node:
 
 
 class RayMember(Member):
-    """Its room is the placement group's: the actor itself asks for nothing but the node. What Ray says is dealt with in a thread
-    of its own: in Ray's, which brings it, most calls of Ray would wait for themselves."""
+    """Its room is the placement group's: the actor itself asks for nothing but the node. What Ray says is dealt with in a
+    thread of its own: in Ray's, which brings it, most calls of Ray would wait for themselves."""
 
     def __init__(self, name: Name, bundle: Bundle, silence_s: float, environment: Mapping[str, str]) -> None:
         super().__init__(name, silence_s)
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"{name.role}-{name.rank}", daemon=True).start()
         self._here = NodeAffinitySchedulingStrategy(bundle.node, soft=False)
-        self._actor = WorkerActor.options(scheduling_strategy=self._here, runtime_env={"env_vars": dict(environment)}).remote()
-        self._pid: int | None = None
+        self._actor = ACTOR.options(scheduling_strategy=self._here, runtime_env={"env_vars": dict(environment)}).remote()
         self._logs = ""
         self._asked, self._passed_s = True, 0.0  # whether it is being asked for a sign of life, and the time since the last
         self._on(self._actor.greet.remote(), self._welcome)
@@ -234,7 +232,7 @@ class RayMember(Member):
             return ""
         try:
             return ray.get(last_lines.options(scheduling_strategy=self._here).remote(self._logs), timeout=LOOK_S)
-        except ray.exceptions.RayError:  # the node is gone too
+        except RayError:  # the node is gone too
             return ""
 
     def _send(self, number: int, request: Any) -> None:
@@ -249,7 +247,7 @@ class RayMember(Member):
             if error is None:
                 self._heard()
                 then(future.result())
-            elif not isinstance(error, ray.exceptions.RayActorError):
+            elif not isinstance(error, RayActorError):
                 self.give_up(WorkerError(f"{self.name} can't be called: {error}"))
             elif not self.gone.done():
                 self._end(None if self.closing else self.died(f"died ({_reason(error)})"))
@@ -266,11 +264,11 @@ class RayMember(Member):
         if not ray.is_initialized():
             return
         ray.kill(self._actor)
-        if self._pid is not None:
-            ended_process.options(scheduling_strategy=self._here).remote(self._pid)
+        if self.pid is not None:
+            ended_process.options(scheduling_strategy=self._here).remote(self.pid)
 
     def _welcome(self, said: Mapping[str, Any]) -> None:
-        self._pid, self._logs, self._asked = said["pid"], said["log"], False
+        self._logs, self._asked = said["log"], False
         try:
             self._greet(said)
         except WorkerError as error:

@@ -31,7 +31,6 @@ def opened(box: Box) -> Parcel:
     return Parcel(head, tuple(memoryview(bytearray(array)) for array in arrays))
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"life": 1})
 class WorkerActor:
     """A worker; its calls run in one thread, and another shows that it lives."""
 
@@ -53,6 +52,10 @@ class WorkerActor:
     @ray.method(concurrency_group="life")
     def beat(self) -> None:
         pass
+
+
+OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"life": 1}}
+ACTOR: Any = ray.remote(**OPTIONS)(WorkerActor)
 
 
 @ray.remote(num_cpus=0)

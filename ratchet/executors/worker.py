@@ -68,20 +68,8 @@ class Worker:
 
         Raises PortBusy where none of `ports` (first, last) is free.
         """
-        first, last = ports or (0, 0)
-        for port in range(first, last + 1):
-            reserved = socket.socket()
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that it can be bound again to be listened on
-            try:
-                reserved.bind(("", port))
-            except OSError:
-                reserved.close()
-                continue
-            self._reserved = reserved
-            return f"{host}:{reserved.getsockname()[1]}"
-        raise PortBusy(
-            f"none of the ports {first} to {last} is free on {host}: end what listens there, or give cluster.ports others"
-        )
+        self._reserved = bound("", ports)
+        return f"{host}:{self._reserved.getsockname()[1]}"
 
     def build(self, place: Place, factory: str, arguments: Mapping[str, Any]) -> None:
         """Makes the component: `factory` ("module:callable") of the place and the arguments. One made before is closed."""
@@ -111,6 +99,23 @@ class Worker:
             return await result
 
         return self._runner.run(wait())
+
+
+def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    """A socket at the first free one of `ports` (first, last; None: any). Raises PortBusy."""
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        found = socket.socket()
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that it can be bound again to be listened on
+        try:
+            found.bind((host, port))
+        except OSError:
+            found.close()
+            continue
+        return found
+    raise PortBusy(
+        f"none of the ports {first} to {last} is free on {socket.gethostname()}: end what listens there, or set cluster.ports"
+    )
 
 
 def _packed_error(error: BaseException) -> Parcel:

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ratchet.algorithms.base import Algorithm
+from ratchet.assemble import build_arena, plan_of
 from ratchet.build import Arena, Plan, Policy, make_evaluator, make_score_evaluator
 from ratchet.config.kinds import construct
-from ratchet.configured import build_arena, plan_of
 from ratchet.errors import ConfigError
 from ratchet.learners.columns import SCALARS
 from ratchet.models.heads import load_head

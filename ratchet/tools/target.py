@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from ratchet.assemble import build_policy, template_of
 from ratchet.build import Policy
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig
-from ratchet.configured import build_policy, template_of
 from ratchet.data.tokenizer import load_tokenizer
 from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.executors.machine import freeze

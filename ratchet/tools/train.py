@@ -15,14 +15,15 @@ from types import FrameType
 from rich.console import Console
 
 from ratchet.algorithms.base import AlgoState
+from ratchet.assemble import build_executor, build_policy, build_run, check_stages, start_ranks
 from ratchet.build import Policy
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
-from ratchet.configured import build_executor, build_policy, build_run, check_stages, start_ranks
 from ratchet.errors import RunDirectoryError
 from ratchet.executors.machine import freeze, prepare_process
+from ratchet.executors.torchrun import Launched, serve_rank
 from ratchet.interfaces import Learner
 from ratchet.loop import train
 from ratchet.observe.alarms import RewardAlarms
@@ -43,6 +44,9 @@ def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, c
     """Trains by a recipe in a fresh directory. Returns the exit status: 0, or 128 + the signal that stopped it. profile: how
     many steps; None: none."""
     config = freeze(load_config(recipe, overrides))
+    launched = Launched.here()
+    if launched is not None and launched.rank:
+        return serve_rank(launched)
     path = run_dir or (Path(config.run_dir) if config.run_dir else _numbered(Path("runs") / config.name))
     directory = RunDirectory(path)
     if directory.used:
@@ -56,6 +60,9 @@ def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, c
 
 def resume_run(path: Path, *, command: str, profile: int | None = None) -> int:
     """Continues the run in `path` from its newest whole checkpoint. A finished run only writes its results again."""
+    launched = Launched.here()
+    if launched is not None and launched.rank:
+        return serve_rank(launched)
     directory = RunDirectory(path)
     if not directory.used:
         raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")

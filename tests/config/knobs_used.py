@@ -15,15 +15,22 @@ from rewards.fake_http import Answer, chat, serve
 from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.fake_remote import FakeRemote
 
+from ratchet.assemble import build_reward
 from ratchet.config.kinds import KINDS, construct, resolve, section_class
-from ratchet.configured import build_reward
+from ratchet.config.schema import OptimizerConfig
 from ratchet.environments.games_config import GameConfig
 from ratchet.errors import DataError
+from ratchet.executors.cluster import Need
+from ratchet.executors.local import LocalExecutor
 from ratchet.generators import vllm
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.vllm import VLLMGeneration, dtype_of, engine_arguments
+from ratchet.learners.rank import LearnerRank
+from ratchet.learners.remote import RemoteLearner
+from ratchet.learners.specs import RoleSpec
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.load import init_policy
+from ratchet.models.origin import Origin
 from ratchet.models.presets import preset
 from ratchet.testing.builders import make_trajectory
 from ratchet.types import Message, Scored, Task, ToolCall
@@ -62,6 +69,20 @@ def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
     environments_of_others(patch)
     in_terminals()
     by_vllm()
+    in_processes()
+    in_ranks()
+
+
+def in_ranks() -> None:
+    """A rank of a spread learner, alone."""
+    place = SimpleNamespace(rank=0, world_size=1, rendezvous="127.0.0.1:0", device="cpu")
+    section = resolve("learner", {"kind": "dtensor"})
+    rank = LearnerRank(place, learner=section.model_dump(mode="json"), origin=Origin(shape=preset("tiny", vocab_size=8)))
+    try:
+        rank.begin({"policy": RoleSpec(optimizer=OptimizerConfig())}, {"kind": "sft"})
+        RemoteLearner(SimpleNamespace(), section, "policy", device="cpu", vocab_size=8, unit="sequence", shares_prefixes=True)
+    finally:
+        rank.close()
 
 
 def by_vllm() -> None:
@@ -76,6 +97,13 @@ def by_vllm() -> None:
         patch.setattr(vllm, "import_module", lambda name: platforms)
         patch.setattr(vllm, "CORES", dict.fromkeys(("async", "sync"), lambda arguments: SimpleNamespace(close=lambda: None)))
         asyncio.run(VLLMGeneration(config, policy).close())
+
+
+def in_processes() -> None:
+    executor = LocalExecutor(resolve("cluster", {"kind": "local"}), threads=1, device="cpu", preload=())
+    executor.plan([Need("learner", 1)])
+    executor.group("learner")
+    executor.close()
 
 
 # --- rewards

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from ratchet.assemble import build_policy, build_run
 from ratchet.config.loader import load_config
-from ratchet.configured import build_policy, build_run
 from ratchet.data.builtin_tokenizers import byte_tokenizer
 from ratchet.data.renderer import Renderer
 from ratchet.environments.config import PreferencesConfig

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from ratchet.assemble import build_policy, build_run
 from ratchet.config.schema import RunConfig
 from ratchet.config.validate import conflicts
-from ratchet.configured import build_policy, build_run
 from ratchet.errors import ConfigError, DataError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator

@@ -8,8 +8,13 @@ import pytest
 import torch
 from executors.components import arrays
 
-from ratchet.errors import CallTimeout, PortBusy, WorkerRaised
+from ratchet.build import build_executor
+from ratchet.config.schema import RunConfig
+from ratchet.errors import CallTimeout, ConfigError, PortBusy, VersionMismatch, WorkerRaised
 from ratchet.executors import waits
+from ratchet.executors.cluster import Need
+from ratchet.executors.local import LocalExecutor
+from ratchet.interfaces import Executor, Workers
 
 
 def test_results_come_by_rank_and_calls_in_order(start):
@@ -137,3 +142,32 @@ def test_a_busy_port_is_named(start):
         group.places[0] = group.places[0].__class__(**{**vars(group.places[0]), "rendezvous": f"127.0.0.1:{port}-{port}"})
         with pytest.raises(PortBusy, match=f"none of the ports {port} to {port} is free"):
             group.build_now("executors.components:Tiny")
+
+
+def test_another_version_is_refused_by_name(start, monkeypatch):
+    monkeypatch.setattr("ratchet.executors.wire.PROTOCOL", 99)
+    with pytest.raises(VersionMismatch, match=r"rank 0 of 1 .* another version than the driver: protocol 99 here and 1 there"):
+        start(1)
+
+
+def test_the_driver_can_read_what_a_worker_wrote(start):
+    group = start(1)
+    group.call_now("say", "a line")
+    assert group.members[0].tail() == "a line"
+
+
+def test_a_recipe_chooses_the_executor():
+    recipe = {"model": {"preset": "tiny"}, "tokenizer": {"kind": "characters"}, "threads": 3, "device": "cpu"}
+    stage = {"name": "a", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}}
+    executor = build_executor(RunConfig.model_validate({**recipe, "stages": [stage]}))
+    assert isinstance(executor, LocalExecutor)
+    assert isinstance(executor, Executor)
+    executor.plan([Need("learner", 3)])
+    group = executor.group("learner")
+    assert isinstance(group, Workers)
+    assert group.places[0].threads == 1
+    assert executor.spawn(dict, a=1) == {"a": 1}
+    executor.close()
+    torchrun = RunConfig.model_validate({**recipe, "stages": [stage], "cluster": {"kind": "torchrun"}})
+    with pytest.raises(ConfigError, match="none of several that torchrun started"):
+        build_executor(torchrun)

@@ -74,7 +74,7 @@ def test_death_in_a_collective(start):
     preload = ("torch", "torch.distributed")
     group = start(2, COLLECTIVE, preload=preload)
     assert [float(tensor[0]) for tensor in group.call_now("sum")] == [3.0, 3.0]
-    with pytest.raises(WorkerDied, match="learner rank 1 of 2 .*SIGKILL"):
+    with pytest.raises(WorkerDied, match=r"learner rank 1 of 2 .*SIGKILL"):
         group.call_now("sum", 200, (1, random.Random(0).randrange(200)))
     group = start(2, COLLECTIVE, preload=preload)
     hanging = group.submit("hang", 1)  # rank 0 waits for it in an all_reduce
@@ -137,3 +137,38 @@ def test_the_drivers_death_leaves_nothing(how):
         until(lambda: not folder.exists())
     mine = {name for name in os.listdir("/dev/shm") if "ratchet-" in name and not name.startswith("ratchet-vllm")}
     assert mine <= shared_before
+
+
+RAY_DRIVER = """
+import sys, time
+from ratchet.executors.cluster import Need
+from ratchet.executors.config import RayClusterConfig
+from ratchet.executors.ray import RayExecutor
+executor = RayExecutor(RayClusterConfig(object_store_mib=100), threads=2, device="cpu")
+executor.plan([Need("learner", 2)])
+group = executor.group("learner")
+group.build_now("executors.components:Tiny")
+sys.stdout.write(" ".join(map(str, [*group.call_now("pid"), *group.call_now("start_program")])) + "\\n")
+sys.stdout.flush()
+group.submit("hang")
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.needs("ray")
+def test_the_death_of_a_driver_on_ray_leaves_nothing(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("0" * 64)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "RAY_AUTH_TOKEN_PATH": str(token),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", RAY_DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as driver:
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert len(pids) == 4
+        driver.kill()
+        until(lambda: not any(alive(pid) for pid in pids), limit_s=60.0)

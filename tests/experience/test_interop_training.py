@@ -11,9 +11,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from ratchet.assemble import build_policy, build_run
 from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import RunConfig
-from ratchet.configured import build_policy, build_run
 from ratchet.experience.config import MessageLogConfig
 from ratchet.loop import train
 from ratchet.testing import check_environment

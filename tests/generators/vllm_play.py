@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
+from ratchet.assemble import build_policy, build_run
 from ratchet.config.loader import load_config
-from ratchet.configured import build_policy, build_run
 from ratchet.errors import ConfigError, DataError, ModelError
 from ratchet.executors import environment
 from ratchet.generators.config import VLLMConfig

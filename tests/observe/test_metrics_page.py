@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from ratchet.assemble import build_policy, build_run
 from ratchet.config.kinds import KINDS, construct, resolve
 from ratchet.config.schema import RunConfig
-from ratchet.configured import build_policy, build_run
 from ratchet.experience.measure import measure_groups
 from ratchet.loop import train
 from ratchet.testing.builders import make_group, make_trajectory

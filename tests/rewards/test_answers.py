@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratchet.assemble import build_reward
 from ratchet.config.kinds import resolve
-from ratchet.configured import build_reward
 from ratchet.errors import ConfigError
 from ratchet.rewards.config import FormatConfig, LengthConfig, MultipleChoiceConfig, RegexConfig, SimilarityConfig
 from ratchet.rewards.extract import last_boxed, marked_answer, same_answer

@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from ratchet.assemble import build_reward
 from ratchet.config.kinds import resolve
 from ratchet.config.loader import load_config
-from ratchet.configured import build_reward
 from ratchet.errors import ConfigError
 from ratchet.testing import answered, check_reward
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated, Turn

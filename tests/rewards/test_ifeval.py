@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from ratchet.assemble import build_reward
 from ratchet.config.kinds import resolve
-from ratchet.configured import build_reward
 from ratchet.errors import DataError, MissingDependency
 from ratchet.rewards import ifeval
 from ratchet.rewards.config import IFEvalConfig

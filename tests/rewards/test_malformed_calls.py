@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ratchet.assemble import build_reward
 from ratchet.config.kinds import resolve
-from ratchet.configured import build_reward
 from ratchet.data.builtin_tokenizers import byte_tokenizer
 from ratchet.data.renderer import Renderer
 from ratchet.experience.episode import Player

@@ -1,0 +1,6 @@
+"""`python -m ratchet`, for launchers such as torchrun."""
+
+from ratchet.cli import main
+
+if __name__ == "__main__":
+    main()
