@@ -5,10 +5,17 @@ vLLM mixes the class into its worker (`worker_extension_cls`) and calls the meth
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ratchet.generators.vllm_weights import Inbox
+
+LOOK_EVERY_S = 2.0
 
 if TYPE_CHECKING:
 
@@ -19,6 +26,22 @@ if TYPE_CHECKING:
         def reload_weights(self, **how: Any) -> None: ...
 else:
     Worker = object
+
+
+def _end_after(driver: int, engine: int) -> None:
+    while _runs(driver):
+        time.sleep(LOOK_EVERY_S)
+    if os.getppid() == engine:
+        os.kill(engine, signal.SIGKILL)
+    os._exit(1)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 class VLLMBackend(Worker):
@@ -56,6 +79,12 @@ class VLLMBackend(Worker):
 
     def get_pushed_version(self) -> int:
         return self.pushed_version
+
+    def end_with(self, host: str, driver: int) -> None:
+        """From now on this worker and vLLM's engine end with the process that started them. vLLM's engine notices when it is
+        told, not when the one that would tell it was killed, and would keep the accelerator."""
+        if socket.gethostname() == host and os.getpid() != driver:
+            threading.Thread(target=_end_after, args=(driver, os.getppid()), daemon=True).start()
 
     def _failed(self, reason: str) -> str:
         if self.vllm_config.parallel_config.data_parallel_size > 1:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
+import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -228,6 +230,7 @@ class Apart:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._requests: dict[str, Request] = {}
         self._aborting: asyncio.Task[None] | None = None
+        self._guarded = False
         self._ids = map(str, itertools.count())
 
     def add(self, request: Request) -> None:
@@ -247,6 +250,7 @@ class Apart:
             request.fail(error)
 
     async def _answer(self, name: str, request: Request) -> Completion:
+        await self._guard()
         answer, asked = Answer(request), False
         parameters = parameters_of(request, streams=request.watch is not None)
         async for output in self.llm.generate(prompt_of(request, self.version), parameters, request_id=name):
@@ -258,6 +262,11 @@ class Apart:
                 await self.llm.abort(name)
                 asked = True
         return answer.completion()
+
+    async def _guard(self) -> None:
+        if not self._guarded:
+            self._guarded = True
+            await self.call("end_with", socket.gethostname(), os.getpid())
 
     def cancel(self, request: Request) -> None:
         for name in [name for name, other in self._requests.items() if other is request]:

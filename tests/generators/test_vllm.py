@@ -328,7 +328,7 @@ def generation(monkeypatch, decoder):
         def of(arguments):
             made = object.__new__(core)
             made.llm, made.version, made._running, made._requests = FakeLLM(), 0, {}, {}
-            made._ids = map(str, range(1000))
+            made._ids, made._guarded = map(str, range(1000)), True
             made.close = lambda: None
             return made
 

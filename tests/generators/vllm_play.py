@@ -444,7 +444,8 @@ async def fails_to_start(engine):
 
 async def is_killed():
     """Prints the processes; the test kills this one, and sees whether they end."""
-    async with started(policy(), "async"):
+    async with started(policy(), "async") as generator:
+        await generator.generate([1], Sampling(max_new_tokens=2))
         pids = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _descends(path)]
         sys.stdout.write(json.dumps(pids) + "\n")
         sys.stdout.flush()
