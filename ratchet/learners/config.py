@@ -46,6 +46,7 @@ class DTensorConfig(Section):
     sequence_parallel: bool = Field(False, description="Those ranks share out the tokens too, between the products.")
     context_parallel: int = Field(1, ge=1, description="Ranks that share out the tokens of each sequence.")
     pipeline_parallel: int = Field(1, ge=1, description="Ranks that share out the layers.")
+    pipeline_chunks: int = Field(1, ge=1, description="Runs of layers on each of those: several are interleaved.")
     expert_parallel: int = Field(1, ge=1, description="Ranks that share out the experts of each layer, among the data ranks.")
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",

@@ -26,6 +26,7 @@ from ratchet.learners.held import complete_gradients, global_norm, held_paramete
 from ratchet.learners.mesh import Mesh
 from ratchet.learners.optimizer import AdamW
 from ratchet.learners.pace import Pace
+from ratchet.learners.pipeline import Pipeline
 from ratchet.models.collectives import sum_forward
 from ratchet.models.heads import ScalarHead
 from ratchet.models.moe import Experts
@@ -115,6 +116,9 @@ class DTensorLearner:
         mib = logits_mib(config.logprob_chunk_mib, device)
         self.forward = RankForward(model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab)
         self.held = held_parameters(model, head, mesh)
+        self.pipeline = None
+        if isinstance(model, SpreadPolicy) and mesh.pipeline is not None:
+            self.pipeline = Pipeline(mesh, model, self.forward.dtype, autocast=autocast)
         self.optimizer, self.pace = None, None
         if optimizer is not None:
             self.optimizer = AdamW([(item.name, item.parameter) for item in self.held], optimizer, local=local)
@@ -124,12 +128,21 @@ class DTensorLearner:
 
     def score(self, micros: Sequence[Batch], wanted: Sequence[str], *, top_k: int = 0) -> list[dict[str, Tensor]]:
         """Columns of each micro-batch, on the CPU; nothing on a rank that only helps."""
-        found = []
-        for micro in micros:
-            columns = self.forward.score(micro, wanted, top_k=top_k)
-            found.append({name: columns[name].to("cpu") for name in wanted})
+        found = self._score(micros, wanted, top_k)
         self._divide()
-        return found if self.mesh.topology.answers(self.mesh.at) else []
+        if not self.mesh.topology.answers(self.mesh.at):
+            return []
+        return [{name: columns[name].to("cpu") for name in wanted} for columns in found]
+
+    def _score(self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[Mapping[str, Tensor]]:
+        forward, pipeline = self.forward, self.pipeline
+        if pipeline is None:
+            return [forward.score(micro, wanted, top_k=top_k) for micro in micros]
+        asked = Wanted.among(wanted, top_k=top_k, shared=forward.shared_vocab)
+        with torch.no_grad():
+            moved = [micro.to(forward.device, forward.dtype) for micro in micros]
+            hidden = pipeline.hidden(moved)
+            return [forward.columns(micro, states, wanted, asked) for micro, states in zip(moved, hidden, strict=False)]
 
     def update(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> Mapping[str, float]:
         """One optimizer step on the micro-batches of all ranks. None at all: a step that is skipped."""
@@ -139,9 +152,10 @@ class DTensorLearner:
         metrics = pace.begin()
         if not micros:
             return {**metrics, "skipped_empty": 1.0}
-        sums = self._sums([self._learn(micro, terms) for micro in micros])
+        sums = self._sums(self._learn(micros, terms))
         complete_gradients(self.held)
-        norm, loss = global_norm(self.held, sums["loss"], 1 / self.mesh.topology.world, self.forward.device)
+        told = self.mesh.topology.world // self.mesh.topology.pipeline  # ranks that know the loss
+        norm, loss = global_norm(self.held, sums.get("loss", 0.0), 1 / told, self.forward.device)
         metrics |= sums | {"grad_norm": norm}
         try:
             if not pace.sound(norm, loss):
@@ -154,14 +168,28 @@ class DTensorLearner:
             optimizer.zero_grad()
         return metrics
 
-    def _learn(self, micro: Batch, terms: Sequence[LossTerm]) -> Mapping[str, Tensor]:
-        micro = micro.to(self.forward.device, self.forward.dtype)
-        total, found = self.forward.losses(micro, self.forward.hidden(micro), terms)
-        (total * self.mesh.topology.summands).backward()
+    def _learn(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> list[Mapping[str, Tensor]]:
+        """What the losses are of each micro-batch, where this rank computes them; adds up gradients."""
+        forward, pipeline, factor = self.forward, self.pipeline, self.mesh.topology.summands
+        moved = [micro.to(forward.device, forward.dtype) for micro in micros]
+        found: list[Mapping[str, Tensor]] = []
+
+        def loss(number: int, hidden_Td: Tensor) -> Tensor:
+            total, numbers = forward.losses(moved[number], hidden_Td, terms)
+            found.append(numbers)
+            return total * factor
+
+        if pipeline is not None:
+            pipeline.learn(moved, loss)
+        else:
+            for number, micro in enumerate(moved):
+                loss(number, forward.hidden(micro)).backward()
         return found
 
     def _sums(self, found: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Over micro-batches and data ranks."""
+        if not found:
+            return {}
         names = list(found[0])
         totals = torch.stack([torch.stack([part[name] for part in found]).sum() for name in names]).double()
         if self.mesh.sums is not None:

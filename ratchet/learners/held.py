@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from ratchet.models.collectives import Group
 from ratchet.models.heads import ScalarHead
 from ratchet.models.layout import Piece, divided, pieces, shards
 from ratchet.models.parts import Share
-from ratchet.models.policy import DecoderPolicy, PolicyModel
+from ratchet.models.policy import PolicyModel
 from ratchet.models.spread import SpreadPolicy
 
 
@@ -87,19 +87,36 @@ def global_norm(held: Sequence[Held], loss: float, share: float, device: torch.d
 
 def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> list[Held]:
     """In the order of the model's parameters; those of the scalar head come last."""
-    decoder = model.decoder if isinstance(model, DecoderPolicy) else None
-    blocks = {} if decoder is None else pieces(decoder)
     made: list[Held] = []
-    for name, parameter in model.named_parameters():
-        short = name.partition(".")[2]
-        spread = decoder is not None and divided(short)
-        of_experts = mesh.experts is not None and ".experts." in short
-        partial = _partial(short, mesh, sequence=isinstance(model, SpreadPolicy) and model.spread.sequence)
-        where = _whole(short, parameter) if decoder is None else blocks[short]
-        made.append(_held(name, parameter, where, mesh, partial, spread=spread, of_experts=of_experts))
+    if isinstance(model, SpreadPolicy):
+        for decoder in (stage.decoder for stage in model.runs):
+            where, tied = pieces(decoder), decoder.config.tied
+            for name, parameter in decoder.named_parameters():
+                made.append(_of_decoder(name, parameter, where[name], mesh, sequence=model.spread.sequence, tied=tied))
+    else:
+        for name, parameter in model.named_parameters():
+            short = name.partition(".")[2]  # as the model itself calls it
+            made.append(_held(short, parameter, _whole(short, parameter), mesh, ()))
     for name, parameter in () if head is None else head.named_parameters():
         made.append(_held(f"head.{name}", parameter, _whole(f"head.{name}", parameter), mesh, ()))
     return made
+
+
+def _of_decoder(
+    name: str, parameter: nn.Parameter, where: tuple[Piece, ...], mesh: Mesh, *, sequence: bool, tied: bool
+) -> Held:
+    partial: tuple[Group, ...] = ()
+    if mesh.tensor is not None and not divided(name):
+        # Some see some of the heads only, some of the experts' outputs, or some of the tokens, though each rank has them whole.
+        heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
+        partial = (mesh.tensor,) if heads or (sequence and "norm" in name) else ()
+    of_experts = mesh.experts is not None and ".experts." in name
+    made = _held(name, parameter, where, mesh, partial, divided=divided(name), of_experts=of_experts)
+    if mesh.ends is None or not (tied and name.startswith("embed_tokens")):
+        return made
+    # The last stage has the embedding too, as its head.
+    first = made.first and mesh.at.pipeline == 0
+    return replace(made, partial=(*partial, mesh.ends), copies=made.copies * 2, first=first)
 
 
 def _held(
@@ -109,14 +126,14 @@ def _held(
     mesh: Mesh,
     partial: tuple[Group, ...],
     *,
-    spread: bool = False,
+    divided: bool = False,
     of_experts: bool = False,
 ) -> Held:
-    """spread: over the tensor-parallel ranks."""
+    """divided: over the tensor-parallel ranks."""
     share = mesh.expert_share if of_experts else mesh.share
     rows = own_rows(parameter, share)
-    copies = mesh.topology.replicas * (1 if spread else mesh.topology.tensor) * (share.of if rows is None else 1)
-    first = mesh.at.replica == 0 and (spread or mesh.at.tensor == 0) and (rows is not None or share.index == 0)
+    copies = mesh.topology.replicas * (1 if divided else mesh.topology.tensor) * (share.of if rows is None else 1)
+    first = mesh.at.replica == 0 and (divided or mesh.at.tensor == 0) and (rows is not None or share.index == 0)
     excess = mesh.topology.experts if of_experts else 1
     return Held(name, parameter, where, rows, copies, partial, excess, first)
 
@@ -124,14 +141,6 @@ def _held(
 def _whole(name: str, parameter: Tensor) -> tuple[Piece, ...]:
     shape = tuple(parameter.shape)
     return (Piece(name, shape, (0,) * len(shape), range(shape[0])),)
-
-
-def _partial(name: str, mesh: Mesh, *, sequence: bool) -> tuple[Group, ...]:
-    """Which parameters see only some of the heads, or some of the tokens, though each rank has them whole."""
-    if mesh.tensor is None or divided(name):
-        return ()
-    heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
-    return (mesh.tensor,) if heads or (sequence and "norm" in name) else ()
 
 
 def fill_held(held: Sequence[Held], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]) -> None:

@@ -26,6 +26,7 @@ class Mesh:
         self.tensor = self._group(lambda c: (c.pipeline, c.replica, c.shard, c.context), topology.tensor)
         self.context = self._group(lambda c: (c.pipeline, c.replica, c.shard, c.tensor), topology.context)
         self.pipeline = self._group(lambda c: (c.replica, c.shard, c.context, c.tensor), topology.pipeline)
+        self.ends = self._ends()
         self.sums = self._group(lambda c: (c.pipeline, c.tensor), topology.summands)  # all that add up to one gradient
         place = self.at.shard * topology.context + self.at.context
         outer = ranks // topology.experts
@@ -43,6 +44,18 @@ class Mesh:
             names = ("pipeline", "replica", "rows", "experts", "tensor")
             divided = init_device_mesh(device, sizes, mesh_dim_names=names)
             self.experts, self.expert_fsdp = divided.get_group("experts"), self._weights(divided, outer)
+
+    def _ends(self) -> Group | None:
+        """The first and the last rank of our pipeline; None for those between them."""
+        last = self.topology.pipeline - 1
+        if not last:
+            return None
+
+        def alike(at: Coordinates) -> tuple[int, ...]:
+            return (at.replica, at.shard, at.context, at.tensor, 0 if at.pipeline in (0, last) else at.pipeline)
+
+        made = self._group(alike, 2)
+        return made if self.at.pipeline in (0, last) else None
 
     def _weights(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh | None:
         """Over which weights are divided and repeated; None where a rank has them alone."""

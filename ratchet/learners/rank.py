@@ -74,8 +74,10 @@ class LearnerRank:
         """Divided, its weights uninitialised."""
         mesh = self.mesh
         spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=self.config.sequence_parallel)
-        model = SpreadPolicy(shape, spread, device="meta", dtype=self.dtype)
-        shard_model(model, list(model.decoder.layers.values()), mesh, offload=self.config.cpu_offload)
+        chunks = self.config.pipeline_chunks if mesh.topology.pipeline > 1 else 1
+        model = SpreadPolicy(shape, spread, device="meta", dtype=self.dtype, chunks=chunks)
+        for stage in model.runs:
+            shard_model(stage, list(stage.decoder.layers.values()), mesh, offload=self.config.cpu_offload)
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
         return model
 

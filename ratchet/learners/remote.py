@@ -58,7 +58,7 @@ class RemoteLearner:
     def _deal(self, batch: Batch) -> list[list[Micro]]:
         ranks = self.topology.data
         plan = plan_microbatches(batch, max_tokens=self.max_tokens, unit=self.unit, shares=self.shares_prefixes, hands=ranks)
-        return deal(batch, plan, ranks)
+        return deal(batch, plan, ranks, multiple=self.topology.pipeline)
 
     async def _each(self, method: str, dealt: Sequence[Sequence[Micro]], more: tuple[Any, ...]) -> list[tuple[Any, Any]]:
         """(coordinates, answer) of the ranks that speak for their data rank. A rank receives its rows, not the batch."""

@@ -84,4 +84,5 @@ def topology_of(config: DTensorConfig) -> Topology:
 
 def parts(config: DTensorConfig) -> Part:
     """The first rank's, for a check of whether a model can be divided so."""
-    return Part(Share(0, config.tensor_parallel), Share(0, config.pipeline_parallel), Share(0, config.expert_parallel))
+    stages = config.pipeline_parallel * config.pipeline_chunks
+    return Part(Share(0, config.tensor_parallel), Share(0, stages), Share(0, config.expert_parallel))

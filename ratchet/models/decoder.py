@@ -147,6 +147,7 @@ class Decoder(nn.Module):
 
         row_multiple: who pads T to a multiple for the sake of stable products names it here, for products with fewer rows.
         """
+        self.seams.begin(len(tokens_T))
         x_Td = self.embed(tokens_T) if x_Td is None else x_Td
         cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
         for block in self.layers.values():

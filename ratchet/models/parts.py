@@ -76,8 +76,8 @@ class Part:
             )
         if self.pipeline.of > config.n_layers:
             raise ModelError(
-                f"{self.pipeline.of} pipeline stages for {config.n_layers} layers: set learner.pipeline_parallel to at most "
-                f"{config.n_layers}"
+                f"{self.pipeline.of} pipeline stages for {config.n_layers} layers: set learner.pipeline_parallel x "
+                f"pipeline_chunks to at most {config.n_layers}"
             )
 
 
@@ -90,6 +90,10 @@ WHOLE = Part()
 
 class Seams(Protocol):
     """Where the hidden states of a decoder pass from rank to rank of a tensor-parallel group."""
+
+    def begin(self, tokens: int) -> None:
+        """A forward of so many tokens."""
+        ...
 
     def embed(self, tokens_T: Tensor, weight_Vd: Tensor) -> Tensor:
         """Rows of the embedding, of which this rank has some."""
@@ -110,6 +114,8 @@ class Seams(Protocol):
 
 class Undivided:
     """One rank has everything."""
+
+    def begin(self, tokens: int) -> None: ...
 
     def embed(self, tokens_T: Tensor, weight_Vd: Tensor) -> Tensor:
         return F.embedding(tokens_T, weight_Vd)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ratchet.models.attention import PackedAttention, TreeAttention
-from ratchet.models.decoder import Decoder
+from ratchet.models.decoder import Attend, Decoder
 from ratchet.models.hf import Savable, canonical_weights, save_decoder
 from ratchet.models.prefixes import PrefixTree
 
@@ -81,6 +82,21 @@ class PolicyModel(nn.Module, ABC):
         are not the model's own."""
 
 
+@dataclass(frozen=True)
+class Feed:
+    """What a decoder computes of packed sequences: distinct tokens, in the order that its attention wants. back_T: int64, where
+    each of the T tokens is among them; None: as they are."""
+
+    tokens_U: Tensor
+    positions_U: Tensor
+    attend: Attend
+    back_T: Tensor | None = None
+
+    def unfold(self, hidden_Ud: Tensor) -> Tensor:
+        """[T, d]"""
+        return hidden_Ud if self.back_T is None else hidden_Ud.index_select(0, self.back_T)
+
+
 class DecoderPolicy(PolicyModel):
     """Around the built-in decoder."""
 
@@ -117,23 +133,22 @@ class DecoderPolicy(PolicyModel):
         self.decoder.checkpointing = on
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        feed = self.feed(tokens_T, positions_T, lengths)
+        return feed.unfold(self.decoder(feed.tokens_U, feed.positions_U, feed.attend))
+
+    def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Feed:
         assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
-        if len(lengths) > 1:
+        if len(lengths) > 1 and self.shares_prefixes:
             tree = PrefixTree.of(tokens_T.cpu().numpy(), lengths)
             if len(tree.tokens_U) <= WORTH * len(tokens_T):
-                return self._shared(tokens_T, positions_T, tree)
+                return _shared(tokens_T, positions_T, tree)
         ascending = sorted(lengths)
         attend = PackedAttention(ascending, tokens_T.device)
         if ascending == list(lengths):
-            return self.decoder(tokens_T, positions_T, attend)
+            return Feed(tokens_T, positions_T, attend)
         # Sequences of like length share an attention call if they are neighbours: reorder once, not in every layer.
         order_T, inverse_T = (index.to(tokens_T.device) for index in _by_length(lengths))
-        return self.decoder(tokens_T[order_T], positions_T[order_T], attend).index_select(0, inverse_T)
-
-    def _shared(self, tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree) -> Tensor:
-        tokens_U, distinct_T = (torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T))
-        attend = TreeAttention(tree, tokens_T.device)
-        return self.decoder(tokens_T[tokens_U], positions_T[tokens_U], attend).index_select(0, distinct_T)
+        return Feed(tokens_T[order_T], positions_T[order_T], attend, inverse_T)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         weight_Vd = self.decoder.head_weight
@@ -146,6 +161,11 @@ class DecoderPolicy(PolicyModel):
 
     def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
         save_decoder(self.decoder, directory, weights=weights)
+
+
+def _shared(tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree) -> Feed:
+    tokens_U, distinct_T = (torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T))
+    return Feed(tokens_T[tokens_U], positions_T[tokens_U], TreeAttention(tree, tokens_T.device), distinct_T)
 
 
 def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ratchet.models.collectives import Group, sum_backward
 from ratchet.models.config import DecoderConfig
@@ -15,7 +16,7 @@ from ratchet.models.expert_parallel import ExpertExchange
 from ratchet.models.hf import empty_decoder
 from ratchet.models.moe import SparseMLP
 from ratchet.models.parts import Part, Share
-from ratchet.models.policy import DecoderPolicy
+from ratchet.models.policy import DecoderPolicy, Feed
 from ratchet.models.tensor_parallel import DividedVocabulary, TensorSeams
 
 
@@ -31,14 +32,14 @@ class Spread:
     sequence: bool = False
 
 
-class SpreadPolicy(DecoderPolicy):
-    """`hidden` gives the states of this rank's own tokens, and `places` says which they are."""
+class Stage(nn.Module):
+    """Consecutive layers. feeds: what a pipeline passes through it, by number. autocast: products in bfloat16."""
 
     def __init__(self, config: DecoderConfig, spread: Spread, *, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Weights are uninitialised memory."""
-        spread.part.check(config)
-        super().__init__(empty_decoder(config, part=spread.part, device=device, dtype=dtype))
-        self.spread = spread
+        super().__init__()
+        self.decoder = empty_decoder(config, part=spread.part, device=device, dtype=dtype)
+        self.feeds: Sequence[Feed] = ()
+        self.autocast = False
         if spread.tensor is not None:
             rows = spread.part.tensor.range(config.vocab_size)
             self.decoder.join(TensorSeams(spread.tensor, rows, sequence=spread.sequence))
@@ -46,6 +47,47 @@ class SpreadPolicy(DecoderPolicy):
             for module in self.decoder.modules():
                 if isinstance(module, SparseMLP):
                     module.exchange = ExpertExchange(spread.experts)
+
+    def forward(self, x: Tensor | None, number: Tensor | None = None, *, feed: Feed | None = None) -> Tensor:
+        """x: what the stage before it gave; the first takes the tokens of the feed. number: [1], of one of the `feeds`."""
+        if feed is None:
+            assert number is not None, "neither a feed nor its number"
+            feed = self.feeds[int(number)]
+        before = None if self.decoder.part.first else x
+        with torch.autocast(feed.tokens_U.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.decoder(feed.tokens_U, feed.positions_U, feed.attend, before)
+
+
+class SpreadPolicy(DecoderPolicy):
+    """`hidden` gives the states of this rank's own tokens, and `division` says which they are. stages: the runs of layers that
+    are here, one, or several of an interleaved pipeline."""
+
+    def __init__(
+        self, config: DecoderConfig, spread: Spread, *, device: torch.device | str, dtype: torch.dtype, chunks: int = 1
+    ) -> None:
+        """Weights are uninitialised memory. chunks: stages of each rank of a pipeline."""
+        nn.Module.__init__(self)
+        own = spread.part.pipeline
+        shares = [Share(own.index + own.of * chunk, own.of * chunks) for chunk in range(chunks)]
+        parts = [replace(spread, part=replace(spread.part, pipeline=share)) for share in shares]
+        parts[0].part.check(config)
+        self.spread = spread
+        self.stages = nn.ModuleList(Stage(config, part, device=device, dtype=dtype) for part in parts)
+        # The last stage's, which has the head: by this way it is no module of its own, beside the stages.
+        object.__setattr__(self, "decoder", self.runs[-1].decoder)
+
+    @property
+    def runs(self) -> list[Stage]:
+        return [cast(Stage, stage) for stage in self.stages]
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.decoder.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        for stage in self.runs:
+            stage.decoder.checkpointing = on
 
     @property
     def shares_prefixes(self) -> bool:
@@ -62,12 +104,15 @@ class SpreadPolicy(DecoderPolicy):
         return None if group is None else Division.of(lengths, Share(group.rank(), group.size()))
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
-        division = self.division(lengths)
-        if division is None or self.spread.context is None:
-            return super().hidden(tokens_T, positions_T, lengths)
+        feed = self.feed(tokens_T, positions_T, lengths)
+        return feed.unfold(self.stages[0](None, feed=feed))
+
+    def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Feed:
+        division, group = self.division(lengths), self.spread.context
+        if division is None or group is None:
+            return super().feed(tokens_T, positions_T, lengths)
         own = torch.from_numpy(division.tokens).to(tokens_T.device)
-        attend = ContextAttention(division, self.spread.context, tokens_T.device)
-        return self.decoder(tokens_T[own], positions_T[own], attend)
+        return Feed(tokens_T[own], positions_T[own], ContextAttention(division, group, tokens_T.device))
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Of this rank's tokens of the vocabulary."""

@@ -21,8 +21,10 @@ class TensorSeams:
         self.group, self.rows, self.sequence = group, rows, sequence
         self.tokens = 0  # of the forward in progress
 
+    def begin(self, tokens: int) -> None:
+        self.tokens = tokens
+
     def embed(self, tokens_T: Tensor, weight_Vd: Tensor) -> Tensor:
-        self.tokens = len(tokens_T)
         here_T = (tokens_T >= self.rows.start) & (tokens_T < self.rows.stop)
         x_Td = F.embedding((tokens_T - self.rows.start).where(here_T, 0), weight_Vd)
         return self.leave(x_Td * here_T[:, None])

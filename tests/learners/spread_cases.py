@@ -80,9 +80,10 @@ WANTED = ["logprobs", "entropy", "values", "scores", "topk_logprobs", "topk_ids"
 
 def made(mesh, shape, dtype, config):
     spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel)
-    policy = SpreadPolicy(shape, spread, device="cpu", dtype=dtype)
+    policy = SpreadPolicy(shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks)
     head = ScalarHead(shape.hidden_size).to(dtype)
-    shard_model(policy, list(policy.decoder.layers.values()), mesh)
+    for stage in policy.runs:
+        shard_model(stage, list(stage.decoder.layers.values()), mesh)
     shard_model(head, [], mesh)
     learner = DTensorLearner(config, mesh, policy, optimizer=OPTIMIZER, total_steps=10, head=head)
     first = init_policy(shape, seed=3, dtype=dtype)
@@ -98,7 +99,7 @@ def made(mesh, shape, dtype, config):
 def micros_of(mesh, batch, terms=None):
     part = batch if terms is None else batch.take(weighing_rows(batch, terms))
     plan = plan_microbatches(part, max_tokens=40, shares=mesh.context is None, hands=mesh.topology.data)
-    return deal(part, plan, mesh.topology.data)[mesh.topology.data_rank(mesh.at)]
+    return deal(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[mesh.topology.data_rank(mesh.at)]
 
 
 def spread(rank, topology, shape, steps, options, dtype, directory=None):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ratchet.models import policy as policy_module
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.policy import DecoderPolicy
+from ratchet.models.policy import DecoderPolicy, _shared
 from ratchet.models.prefixes import SHORTEST, PrefixTree, shared_beginning
 
 CONFIG = DecoderConfig(vocab_size=7, hidden_size=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, intermediate_size=24)
@@ -72,7 +72,8 @@ def test_a_tree_equals_the_sequences_apart(config: DecoderConfig, rows: list[lis
     tokens, positions, lengths = laid(rows)
     weights = torch.randn(len(tokens), CONFIG.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     tree = PrefixTree.of(tokens.numpy(), lengths)
-    found = net._shared(tokens, positions, tree)
+    feed = _shared(tokens, positions, tree)
+    found = feed.unfold(net.decoder(feed.tokens_U, feed.positions_U, feed.attend))
     slopes = torch.autograd.grad((found * weights).sum(), list(net.parameters()), allow_unused=True)
     alone = torch.cat([net.hidden(row, torch.arange(len(row)), [len(row)]) for row in tokens.split(lengths)])
     expected = torch.autograd.grad((alone * weights).sum(), list(net.parameters()), allow_unused=True)

@@ -1,0 +1,160 @@
+"""A learner in other processes is a learner like any other: roles, checkpoints that other numbers of ranks read, exports."""
+
+import asyncio
+
+import pytest
+import torch
+from learners.spread_cases import SHAPE, SPARSE, VOCAB, groups
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.passes import fill
+from ratchet.config.kinds import construct, resolve
+from ratchet.config.schema import OptimizerConfig
+from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.packing import pack
+from ratchet.executors.cluster import Need
+from ratchet.executors.config import LocalClusterConfig
+from ratchet.executors.local import LocalExecutor
+from ratchet.learners.config import DTensorConfig, LocalConfig
+from ratchet.models.load import init_policy, load_policy
+from ratchet.models.origin import Origin
+from ratchet.roles import make_roles
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=1, schedule="linear")
+
+
+@pytest.fixture(scope="module")
+def executor():
+    made = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu")
+    yield made
+    made.close()
+
+
+class Ranks:
+    """Groups of processes with a model each, ended with the test."""
+
+    def __init__(self, executor):
+        self.executor, self.groups = executor, []
+
+    def __call__(self, origin, **options):
+        world = torch.tensor([v for k, v in options.items() if k != "sequence_parallel"]).prod().item()
+        role = f"learner{len(self.groups)}"
+        self.executor.plan([Need(role, world)])
+        group = self.executor.group(role)
+        self.groups.append(group)
+        group.build_now("ratchet.learners.rank:LearnerRank", {"learner": options, "origin": origin, "double": True})
+        return group
+
+
+@pytest.fixture
+def ranks(executor):
+    made = Ranks(executor)
+    yield made
+    for group in made.groups:
+        group.close()
+
+
+def roles_of(model, algorithm, group=None, **options):
+    section = DTensorConfig(micro_batch_tokens=40, **options) if group else LocalConfig(micro_batch_tokens=40)
+    spec = resolve("algorithm", algorithm)
+    tokenizer = character_tokenizer("abcdefghijklmnopqrs")
+    made = construct(spec)
+    return made, make_roles(model, tokenizer, made, section=section, optimizer=OPTIMIZER, steps=9, ranks=group, spec=spec)
+
+
+async def train(algorithm, roles, steps):
+    """The numbers of each step."""
+    state, numbers = AlgoState(), []
+    for step in steps:
+        batch = algorithm.advantage(await fill(pack(groups(step)), algorithm, roles), state)
+        for mini in algorithm.split(batch):
+            weighed = algorithm.weigh(mini, state)
+            for role in algorithm.roles_to_update(state):
+                numbers.append(dict(await roles[role].update(weighed, algorithm.losses[role])))
+    return numbers
+
+
+def weights_of(learner):
+    found = {}
+    for shard in learner.weights():
+        whole = found.setdefault(shard.name, torch.full(shard.shape, torch.nan, dtype=shard.tensor.dtype))
+        whole[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))] = shard.tensor
+    return found
+
+
+def alike(found, expected, rtol=1e-6):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def numbers_alike(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-8)
+
+
+PPO = {"kind": "ppo", "minibatches": 2, "kl": {"coef": 0.1}}
+
+
+def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_read_by_any_number_of_them(ranks, tmp_path):
+    model = init_policy(SHAPE, seed=3, dtype=torch.float64)
+    algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), PPO)
+    expected = asyncio.run(train(algorithm, local, range(3)))
+
+    group = ranks(Origin(shape=SHAPE, seed=3), dp_shard=2)
+    _, there = roles_of(model, PPO, group, dp_shard=2)
+    numbers_alike(asyncio.run(train(algorithm, there, range(2))), expected[: len(expected) // 3 * 2])
+    for name, role in there.items():
+        role.save(tmp_path / name)
+    for options in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        _, again = roles_of(model, PPO, ranks(Origin(shape=SHAPE, seed=4), **options), **options)
+        for name, role in again.items():
+            role.load(tmp_path / name)
+        numbers_alike(asyncio.run(train(algorithm, again, range(2, 3))), expected[len(expected) // 3 * 2 :])
+        alike(weights_of(again["policy"]), weights_of(local["policy"]))
+    again["critic"].export(tmp_path / "model")
+    exported = load_policy(tmp_path / "model", dtype=torch.float64)
+    alike(dict(exported.canonical_weights()), weights_of(local["critic"]))
+    assert (tmp_path / "model" / "score.safetensors").exists()
+    assert not (tmp_path / "model" / ".blocks").exists()
+
+
+def test_a_batch_smaller_than_the_ranks_is_filled_up(ranks):
+    algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), {"kind": "sft"})
+    _, there = roles_of(
+        init_policy(SHAPE, seed=3, dtype=torch.float64),
+        {"kind": "sft"},
+        ranks(Origin(shape=SHAPE, seed=3), dp_shard=3),
+        dp_shard=3,
+    )
+    one = pack(groups(0)[1:2]).take([1])
+    weighed = algorithm.weigh(algorithm.advantage(one, AlgoState()), AlgoState())
+    for batch in (weighed, weighed.take([])):
+        found, expected = (asyncio.run(roles["policy"].update(batch, algorithm.losses["policy"])) for roles in (there, local))
+        assert found == pytest.approx(dict(expected), rel=1e-5)
+    scored, expected = (asyncio.run(roles["policy"].score(one, ["logprobs"])) for roles in (there, local))
+    torch.testing.assert_close(scored["logprobs"], expected["logprobs"], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["ours", "experts", "transformers"])
+def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
+    if kind == "transformers":
+        torch.manual_seed(0)
+        shape = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+        GPT2LMHeadModel(shape).double().save_pretrained(tmp_path / "model")
+    else:
+        init_policy(SPARSE if kind == "experts" else SHAPE, seed=5, dtype=torch.float64).save(tmp_path / "model")
+    model = load_policy(tmp_path / "model", dtype=torch.float64)
+    algorithm, local = roles_of(model, {"kind": "sft"})
+    expected = asyncio.run(train(algorithm, local, range(2)))
+    group = ranks(Origin(path=str(tmp_path / "model")), dp_shard=2)
+    _, there = roles_of(load_policy(tmp_path / "model", dtype=torch.float64), {"kind": "sft"}, group, dp_shard=2)
+    numbers_alike(asyncio.run(train(algorithm, there, range(2))), expected)
+    alike(weights_of(there["policy"]), weights_of(local["policy"]))
+    there["policy"].export(tmp_path / "trained")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float64).eval()
+    tokens = torch.arange(7)[None]
+    with torch.no_grad():
+        ours = model.logits(model.hidden(tokens[0], tokens[0], [7]))
+        torch.testing.assert_close(read(tokens).logits[0], ours, rtol=1e-6, atol=1e-6)
