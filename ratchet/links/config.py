@@ -19,8 +19,8 @@ class AutoLinkConfig(Section):
     builds: ClassVar[str] = "ratchet.links.make:auto"
 
     kind: Literal["auto"] = "auto"
-    dtype: Sent = Field(None, description=SENT)
-    timeout_s: float = Field(600.0, gt=0, description=TIMEOUT)
+    dtype: Sent = Field(default=None, description=SENT)
+    timeout_s: float = Field(default=600.0, gt=0, description=TIMEOUT)
 
 
 class SharedLinkConfig(Section):
@@ -37,8 +37,8 @@ class SharedMemoryLinkConfig(Section):
     builds: ClassVar[str] = "ratchet.links.make:shared_memory"
 
     kind: Literal["shared_memory"] = "shared_memory"
-    dtype: Sent = Field(None, description=SENT)
-    timeout_s: float = Field(600.0, gt=0, description=TIMEOUT)
+    dtype: Sent = Field(default=None, description=SENT)
+    timeout_s: float = Field(default=600.0, gt=0, description=TIMEOUT)
 
 
 class CudaIpcLinkConfig(Section):
@@ -47,8 +47,8 @@ class CudaIpcLinkConfig(Section):
     builds: ClassVar[str] = "ratchet.links.make:cuda_ipc"
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
-    dtype: Sent = Field(None, description=SENT)
-    timeout_s: float = Field(600.0, gt=0, description=TIMEOUT)
+    dtype: Sent = Field(default=None, description=SENT)
+    timeout_s: float = Field(default=600.0, gt=0, description=TIMEOUT)
 
 
 class CollectiveLinkConfig(Section):
@@ -57,11 +57,11 @@ class CollectiveLinkConfig(Section):
     builds: ClassVar[str] = "ratchet.links.make:collective"
 
     kind: Literal["collective"] = "collective"
-    backend: Literal["gloo", "nccl"] = Field("gloo", description="nccl: where weights and receivers are on accelerators.")
-    host: str = Field("127.0.0.1", description="The driver's address, as learner and receivers reach it.")
-    bucket_mib: int = Field(16, ge=1, description="Weights that a rank broadcasts at a time, in MiB.")
-    dtype: Sent = Field(None, description=SENT)
-    timeout_s: float = Field(600.0, gt=0, description=TIMEOUT)
+    backend: Literal["gloo", "nccl"] = Field(default="gloo", description="nccl: where all weights are on accelerators.")
+    host: str = Field(default="127.0.0.1", description="The driver's address, as learner and receivers reach it.")
+    bucket_mib: int = Field(default=16, ge=1, description="Weights that a rank broadcasts at a time, in MiB.")
+    dtype: Sent = Field(default=None, description=SENT)
+    timeout_s: float = Field(default=600.0, gt=0, description=TIMEOUT)
 
 
 class FilesLinkConfig(Section):
@@ -70,9 +70,9 @@ class FilesLinkConfig(Section):
     builds: ClassVar[str] = "ratchet.links.make:files"
 
     kind: Literal["files"] = "files"
-    directory: str | None = Field(None, description="Of this run alone; null: links/ in the run's directory.")
-    dtype: Sent = Field(None, description=SENT)
-    timeout_s: float = Field(600.0, gt=0, description=TIMEOUT)
+    directory: str | None = Field(default=None, description="Of this run alone; null: links/ in the run's directory.")
+    dtype: Sent = Field(default=None, description=SENT)
+    timeout_s: float = Field(default=600.0, gt=0, description=TIMEOUT)
 
 
 class DeltaLinkConfig(Section):
@@ -81,7 +81,7 @@ class DeltaLinkConfig(Section):
     builds: ClassVar[str] = "ratchet.links.make:delta"
 
     kind: Literal["delta"] = "delta"
-    through: Literal["files", "shared_memory"] = Field("files", description="What carries the changes.")
-    directory: str | None = Field(None, description="Of the files, and of this run alone; null: links/ in the run's directory.")
-    dtype: Sent = Field("bfloat16", description=SENT + " Small steps leave most bytes of bfloat16 as they were.")
-    timeout_s: float = Field(600.0, gt=0, description=TIMEOUT)
+    through: Literal["files", "shared_memory"] = Field(default="files", description="What carries the changes.")
+    directory: str | None = Field(default=None, description="Of the files; null: links/ in the run's directory.")
+    dtype: Sent = Field(default="bfloat16", description=SENT)
+    timeout_s: float = Field(default=600.0, gt=0, description=TIMEOUT)
