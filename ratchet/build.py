@@ -15,7 +15,7 @@ import torch
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct, resolve
-from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RolloutsConfig, RunConfig, StageConfig
+from ratchet.config.schema import EvaluationConfig, OptimizerConfig, ParityConfig, RolloutsConfig, RunConfig, StageConfig
 from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.renderer import Renderer
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
@@ -27,6 +27,7 @@ from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
 from ratchet.experience.manager import Plays, RolloutManager
+from ratchet.experience.parity import Ends, ParityGate
 from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
@@ -113,6 +114,7 @@ class Plan:
     learner: Section = LocalConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
+    parity: ParityConfig = ParityConfig()
     examples: int | None = None
     seed: int = 0
     first_step: int | None = None
@@ -135,12 +137,15 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
     )
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
+    link = SharedLink(policy.generator)
+    ends = Ends.of(roles["policy"], policy.generator, link, policy.tokenizer)
     return Run(
         name=plan.name,
         algorithm=algorithm,
         roles=roles,
         batcher=Batcher(source, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share),
-        link=SharedLink(policy.generator),
+        link=link,
+        parity=ParityGate(ends, plan.parity),
         first_step=first,
         last_step=first + plan.steps,
         managers=(manager, *evaluator.managers) if evaluator else (manager,),
@@ -384,6 +389,7 @@ def plan_of(config: RunConfig, index: int) -> Plan:
         learner=stage.learner,
         evaluation=stage.evaluation,
         rollouts=stage.rollouts,
+        parity=stage.parity,
         examples=stage.examples,
         seed=config.seed,
         first_step=sum(earlier.steps for earlier in config.stages[:index]),
