@@ -10,6 +10,7 @@ bytes (as sent) at a receiver, which checks all before it takes any.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,7 +108,7 @@ class CollectiveLink(PushLink):
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
     ) -> list[list[Part]]:
-        """Both ends at once. Whoever fails lets go of its groups, which ends the other's wait."""
+        """Both ends at once. Whoever fails plays its part to the end, so that the other does not wait for it."""
         options = self.options(blocks, version)
         sending = asyncio.ensure_future(self._sent(options, since))
         receiving = asyncio.ensure_future(self.receivers.call("receive", self.receiver, options))
@@ -133,19 +134,19 @@ class CollectiveLink(PushLink):
 
 
 def write(outgoing: Iterator[Outgoing], rank: int, *, meeting: Meeting) -> list[Part]:
+    (group,) = _joined(meeting, f"rank {rank}", lambda: [meeting.group(rank, 0)])
+    stream = _Stream(group, meeting, rank)
+    parts = []
     try:
-        (group,) = _joined(meeting, f"rank {rank}", lambda: [meeting.group(rank, 0)])
-        stream = _Stream(group, meeting, rank)
-        parts = []
         for item in outgoing:
             numbers = item.tensor.to(meeting.device, item.dtype).contiguous()
             parts.append(item.at(stream.sent, checksum(numbers)))
             stream.send(as_bytes(numbers))
-        stream.end()
-    except BaseException as error:
+        if stream.sent != meeting.sizes[rank]:
+            raise LinkError(f"rank {rank} sent {stream.sent} bytes, not the {meeting.sizes[rank]} that it said", rank=rank)
+    except BaseException:
         _GROUPS.pop((meeting.session, f"rank {rank}"), None)
-        if isinstance(error, RuntimeError):  # of torch
-            raise LinkError(f"rank {rank} lost the receivers: {error}", rank=rank) from error
+        stream.end()
         raise
     return parts
 
@@ -154,7 +155,7 @@ class _Stream:
     """Cuts what a rank sends into buckets, and broadcasts each when it is full."""
 
     def __init__(self, group: Any, meeting: Meeting, rank: int) -> None:
-        self.group, self.meeting, self.rank, self.sent = group, meeting, rank, 0
+        self.group, self.meeting, self.rank, self.sent, self.lost = group, meeting, rank, 0, False
         size = min(meeting.bucket_bytes, meeting.sizes[rank])
         self._bucket = torch.empty(size, dtype=torch.uint8, device=meeting.device)
 
@@ -177,35 +178,38 @@ class _Stream:
         self.sent += count
         if self.sent % self.meeting.bucket_bytes == 0 or self.sent == self.meeting.sizes[self.rank]:
             last = self.meeting.bucket(self.rank, -(-self.sent // self.meeting.bucket_bytes) - 1)
-            self.group.broadcast(self._bucket[: last.stop - last.start], 0).wait()
+            try:
+                self.group.broadcast(self._bucket[: last.stop - last.start], 0).wait()
+            except RuntimeError as error:
+                self.lost = True
+                raise LinkError(f"rank {self.rank} lost the receivers: {error}", rank=self.rank) from error
 
     def end(self) -> None:
-        if self.sent != self.meeting.sizes[self.rank]:
-            raise LinkError(f"rank {self.rank} sent {self.sent} bytes, not the {self.meeting.sizes[self.rank]} that it said")
+        """Nobody has to wait for what will not come: the rest is sent as it lies, and the push refused."""
+        with contextlib.suppress(LinkError):
+            while not self.lost and self.sent < self.meeting.sizes[self.rank]:
+                step = self.meeting.bucket_bytes
+                self._advance(min(step - self.sent % step, self.meeting.sizes[self.rank] - self.sent))
 
 
 def read(blocks: Sequence[Sequence[Block]], receiver: int, *, meeting: Meeting) -> Open:
     end, ranks = f"receiver {receiver}", range(len(meeting.sizes))
-    try:
-        groups = _joined(meeting, end, lambda: [meeting.group(rank, 1 + receiver) for rank in ranks])
-        regions = [torch.empty(size, dtype=torch.uint8, device=meeting.device) for size in meeting.sizes]
-        for number in range(max(meeting.buckets(rank) for rank in ranks)):
-            # In the same order on all receivers, and from all ranks at the same time.
-            sending = [rank for rank in ranks if number < meeting.buckets(rank)]
-            works = [groups[rank].broadcast(regions[rank][meeting.bucket(rank, number)], 0) for rank in sending]
-            for rank, work in zip(sending, works, strict=True):
-                _arrived(work, rank)
-    except BaseException:
+    groups = _joined(meeting, end, lambda: [meeting.group(rank, 1 + receiver) for rank in ranks])
+    regions = [torch.empty(size, dtype=torch.uint8, device=meeting.device) for size in meeting.sizes]
+    lost: dict[int, RuntimeError] = {}
+    for number in range(max(meeting.buckets(rank) for rank in ranks)):
+        # In the same order on all receivers, and from all ranks at the same time; to the end, so that no rank waits for us.
+        sending = [rank for rank in ranks if number < meeting.buckets(rank) and rank not in lost]
+        works = [groups[rank].broadcast(regions[rank][meeting.bucket(rank, number)], 0) for rank in sending]
+        for rank, work in zip(sending, works, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                lost[rank] = error
+    for rank, error in lost.items():
         _GROUPS.pop((meeting.session, end), None)
-        raise
-    return lambda rank, part: part.of(regions[rank])
-
-
-def _arrived(work: Any, rank: int) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
         raise LinkError(f"rank {rank} stopped sending: {error}", rank=rank) from error
+    return lambda rank, part: part.of(regions[rank])
 
 
 def forget(session: str) -> None:

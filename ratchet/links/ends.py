@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,8 +16,10 @@ from ratchet.config.kinds import imported
 from ratchet.errors import LinkError
 from ratchet.interfaces import Generator, Learner, Shard, ShowsWeights
 from ratchet.links.blocks import Block, Open, Part, torch_dtype
-from ratchet.links.checksums import checksum, checksums
+from ratchet.links.checksums import checksum
 from ratchet.links.delta import Received
+
+T = TypeVar("T")
 
 
 class OneRank:
@@ -55,6 +59,8 @@ class Intake:
         self._open: Open | None = None
         self._received: dict[str, Received] = {}  # by session
         self._pending: Received | None = None
+        # Always the same: torch starts helpers for each new thread, which takes as long as checking 100 MiB.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
 
     async def prepare(self, blocks: Sequence[Sequence[Block]], version: int) -> None:
         """blocks: by rank of the learner. The generator may refuse: names, shapes."""
@@ -65,21 +71,25 @@ class Intake:
 
     async def receive(self, receiver: str, options: Mapping[str, Any]) -> None:
         """receiver: "module:function" of the transport, called with (blocks, rank, **options)."""
-        self._open = await asyncio.to_thread(imported(receiver), self._blocks, self.rank, **options)
+        self._open = await self._aside(partial(imported(receiver), self._blocks, self.rank, **options))
 
     async def verify(self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None) -> None:
         """parts: what each rank says that it sent. since: they may be changes. Hands the weights to the generator.
 
         Raises LinkError for the first part that is not what was sent, DeltaRefused.
         """
-        shards = await asyncio.to_thread(self._verified, parts, version, since)
+        shards = await self._aside(partial(self._verified, parts, version, since))
         await self.generator.receive(iter(shards))
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        """What generates in the event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _verified(self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None) -> list[Shard]:
         assert self._open is not None, "nothing was received"
         found = [(rank, part, self._open(rank, part)) for rank, own in enumerate(parts) for part in own]
-        for (rank, part, _), own in zip(found, checksums([numbers for *_, numbers in found]), strict=True):
-            if own != part.checksum:
+        for rank, part, numbers in found:
+            if (own := checksum(numbers)) != part.checksum:
                 block = self._blocks[rank][part.block]
                 raise LinkError(
                     f"weight '{block.name}' did not arrive as rank {rank} sent it: checksum {own}, not {part.checksum}",

@@ -39,16 +39,18 @@ class SpreadRank:
 
 
 class RowsRank:
-    """A rank that has some rows of each of `n` matrices, and may kill itself when so many have been sent."""
+    """A rank that has some rows of each of `n` matrices, and may kill itself, or raise, when so many have been sent."""
 
     def __init__(self, rank, world, n=4, rows=6, columns=5):
-        self.rank, self.world, self.die_at = rank, world, None
+        self.rank, self.world, self.die_at, self.raise_at = rank, world, None, None
         self.wholes = matrices(0, n, rows, columns)
 
     def weights(self):
         for index, (name, whole) in enumerate(self.wholes.items()):
             if index == self.die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if index == self.raise_at:
+                raise RuntimeError("out of memory")
             size = len(whole) // self.world
             yield Shard(name, tuple(whole.shape), (size * self.rank, 0), whole[size * self.rank : size * (self.rank + 1)])
 
@@ -57,6 +59,9 @@ class RowsRank:
 
     def die(self, rank, at):
         self.die_at = at if rank == self.rank else None
+
+    def fail(self, rank, at):
+        self.raise_at = at if rank == self.rank else None
 
     def become(self, seed):
         self.wholes = matrices(seed, len(self.wholes), *next(iter(self.wholes.values())).shape)

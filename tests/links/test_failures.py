@@ -152,6 +152,23 @@ def test_a_rank_killed_in_the_middle_of_sending_is_named(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", LINKS)
+def test_a_rank_that_raises_ends_the_push_and_nobody_waits_for_the_deadline(kind, ranks, tmp_path):
+    kept = Kept()
+    link = LINKS[kind](ranks, OneRank(Intake(kept)), tmp_path)
+    asyncio.run(link.push(1))
+    ranks.ask("become", 1)
+    ranks.ask("fail", 1, 2)
+    try:
+        with pytest.raises(LinkError, match=r"out of memory|rank 1 (stopped sending|lost)"):
+            asyncio.run(link.push(2))
+    finally:
+        ranks.ask("fail", None, None)
+    serves(kept, 1, matrices(0, 4, 6, 5))
+    asyncio.run(link.push(2))
+    serves(kept, 2, matrices(1, 4, 6, 5))
+
+
+@pytest.mark.parametrize("kind", LINKS)
 def test_a_generator_that_refuses_keeps_what_it_has(kind, ranks, tmp_path):
     kept = Kept()
     link = LINKS[kind](ranks, OneRank(Intake(kept)), tmp_path)
