@@ -151,5 +151,8 @@ def plan_of(config: RunConfig, index: int) -> Plan:
         examples=stage.examples,
         seed=config.seed,
         first_step=sum(earlier.steps for earlier in config.stages[:index]),
+        parity=stage.parity,
         algorithm=stage.algorithm,
+        link=stage.link,
+        directory=Path(config.run_dir or f"runs/{config.name}"),
     )

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct, resolve
-from ratchet.config.schema import EvaluationConfig, OptimizerConfig, RolloutsConfig
+from ratchet.config.schema import EvaluationConfig, OptimizerConfig, ParityConfig, RolloutsConfig
 from ratchet.data.renderer import Renderer
 from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import ConfigError, DataError, MissingDependency, ModelError
@@ -24,6 +25,7 @@ from ratchet.experience.batcher import Batcher
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
 from ratchet.experience.manager import Plays, RolloutManager
+from ratchet.experience.parity import Ends, ParityGate
 from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
@@ -31,7 +33,7 @@ from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Environment, Generator, Learner, Measures, OffersTools, Placeable, Reward, Workers
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
-from ratchet.links.choice import link_between
+from ratchet.links.make import Between, make_link
 from ratchet.models.policy import PolicyModel
 from ratchet.roles import longest_row, make_roles
 from ratchet.run import Run
@@ -47,6 +49,7 @@ class Policy:
     renderer: Renderer
     generator: Generator
     ranks: Workers | None = None
+    one_host: bool = True  # the ranks', and this process's
 
     @classmethod
     def of(
@@ -107,7 +110,7 @@ class Plan:
 
     batch_size: groups (prompts or rows) a step. examples: distinct training tasks, None for no limit. first_step: where its
     step numbers begin; None goes on from the version that the generator has. algorithm: the section of the stage's algorithm,
-    for learners in other processes.
+    for learners in other processes. link: its section; None: what fits. directory: where links may leave files.
     """
 
     name: str
@@ -118,10 +121,13 @@ class Plan:
     learner: Section = LocalConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
+    parity: ParityConfig = ParityConfig()
     examples: int | None = None
     seed: int = 0
     first_step: int | None = None
     algorithm: Section | None = None
+    link: Section | None = None
+    directory: Path = Path("runs")
 
 
 def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **around: Any) -> Run:
@@ -148,12 +154,16 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
     )
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
+    between = Between(policy.ranks or roles["policy"], policy.generator, directory=plan.directory, one_host=policy.one_host)
+    link = make_link(plan.link or resolve("link", {}), between)
+    ends = Ends.of(roles["policy"], policy.generator, link, policy.tokenizer)
     return Run(
         name=plan.name,
         algorithm=algorithm,
         roles=roles,
         batcher=Batcher(source, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share),
-        link=link_between(roles["policy"], policy.generator, apart=policy.ranks is not None),
+        link=link,
+        parity=ParityGate(ends, plan.parity),
         first_step=first,
         last_step=first + plan.steps,
         managers=(manager, *evaluator.managers) if evaluator else (manager,),

@@ -8,7 +8,10 @@
     ├── MissingDependency    an optional package is needed and absent; names the extra that brings it
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
     ├── RunDirectoryError    the run directory can't be used (taken by another run, read-only, other config)
+    ├── LinkError            new weights did not reach a generator, which goes on with the old ones
+    │   └── DeltaRefused     changes to other weights than those that the receiver has
     ├── TrainingError        training can't go on (non-finite steps in a row, too many failed attempts)
+    │   └── ParityError      sampler and learner disagree about the probability of what was sampled
     └── WorkerError          a process of a distributed run; names its role, rank and host
         ├── WorkerDied       it ended, or was silent for too long and was killed
         ├── WorkerRaised     its component raised what can't be sent as it is
@@ -88,4 +91,20 @@ class PortBusy(WorkerError):
 
 
 class VersionMismatch(WorkerError):
+    pass
+
+
+class ParityError(TrainingError):
+    pass
+
+
+class LinkError(RatchetError):
+    """tensor: the weight that is wrong, "" where it is none or not known. rank: of the learner, None likewise."""
+
+    def __init__(self, message: str, *, tensor: str = "", rank: int | None = None) -> None:
+        super().__init__(message)
+        self.tensor, self.rank = tensor, rank
+
+
+class DeltaRefused(LinkError):
     pass

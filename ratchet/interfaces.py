@@ -116,6 +116,13 @@ class Generator(Protocol):
 
 
 @runtime_checkable
+class ShowsWeights(Protocol):
+    """A generator that can say what it holds, so that it can be compared with what was sent."""
+
+    def weights(self) -> Iterator[Shard]: ...
+
+
+@runtime_checkable
 class Placeable(Protocol):
     """Whatever holds an accelerator."""
 
@@ -239,6 +246,9 @@ class Link(Protocol):
     """Moves weights from a learner to a generator."""
 
     async def push(self, version: int) -> None: ...
+    async def close(self) -> None:
+        """Both ends let go of what they keep between pushes."""
+        ...
 
 
 @runtime_checkable
@@ -261,6 +271,24 @@ class Workers(Protocol):
     def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None: ...
     def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Audits(Protocol):
+    """A link that can compare both ends, weight by weight."""
+
+    async def audit(self) -> Sequence[str] | None:
+        """The weights that differ, in the learner's order; None where the generator can't show what it has."""
+        ...
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """Components of one kind, each in a process of its own (or one in this process), that are called together."""
+
+    async def call(self, method: str, /, *arguments: Any) -> list[Any]:
+        """The results by rank; raises what a rank raised, or the error that names the rank that died."""
+        ...
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ async def train(run: Run) -> None:
             groups = await run.batcher.next(step)  # rollouts | rows | pairs, by group
         batch = pack(groups)
         with run.phase("score"):
+            await run.compare(step, batch)  # the sampler's probabilities with the learner's
             batch = await fill(batch, algo, roles)
         batch = algo.advantage(batch, state)
         run.measure("batch", batch.metrics)

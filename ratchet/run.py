@@ -11,12 +11,14 @@ from statistics import fmean
 
 from ratchet import faults
 from ratchet.algorithms.base import Algorithm, AlgoState
+from ratchet.batch import Batch
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
 from ratchet.evals.scores import ScoreEvaluator
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import measure_groups
+from ratchet.experience.parity import ParityGate
 from ratchet.interfaces import Learner, Link
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.profile import Profiler
@@ -68,6 +70,7 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
     profiler: Profiler | None = None
+    parity: ParityGate | None = None
     _updates: list[dict[str, float]] = field(default_factory=list)  # of the step in progress
     _step_started: float = 0.0
 
@@ -92,6 +95,11 @@ class Run:
         faults.point(f"step.{name}")
         with self._profiled(name), self.metrics.phase(name):
             yield
+
+    async def compare(self, step: int, batch: Batch) -> None:
+        """Holds the sampler to the learner, while both have the weights that the batch was drawn with."""
+        if self.parity is not None and self.parity.due(step - self.origin):
+            self.metrics.add("parity", await self.parity.check(batch, version=step))
 
     def measure(self, role: str, numbers: Mapping[str, float]) -> None:
         """Metrics of one optimizer step; a batch with several keeps the mean of them."""
@@ -141,6 +149,7 @@ class Run:
     async def close(self) -> None:
         for manager in self.managers:
             await manager.close()
+        await self.link.close()
 
     def _profiled(self, part: str) -> AbstractContextManager[None]:
         return nullcontext() if self.profiler is None else self.profiler.phase(part)

@@ -10,7 +10,7 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.assemble import build_policy
 from ratchet.build import Arena, Plan, make_run
 from ratchet.config.kinds import construct, resolve
-from ratchet.config.schema import EvaluationConfig, RunConfig
+from ratchet.config.schema import EvaluationConfig, ParityConfig, RunConfig
 from ratchet.experience.batcher import Batcher
 from ratchet.loop import train
 from ratchet.run import Run
@@ -23,7 +23,7 @@ STAGE = {"name": "a", "algorithm": {"kind": "grpo"}, "environment": SORTING, "st
 
 
 def run_of(algorithm: Algorithm, groups: list[Group]) -> Run:
-    """One step for each group."""
+    """One step for each group, whose logprobs are nobody's."""
     config = RunConfig.model_validate({
         "threads": 1,
         "device": "cpu",
@@ -32,7 +32,8 @@ def run_of(algorithm: Algorithm, groups: list[Group]) -> Run:
         "stages": [STAGE],
     })  # fmt: skip
     arena = Arena(construct(resolve("environment", SORTING)))
-    plan = Plan("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0))
+    invented = ParityConfig(first_steps=0, every=0)
+    plan = Plan("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0), parity=invented)
     run = make_run(build_policy(config), arena, algorithm, plan)
     run.batcher = Batcher(FakeSource(groups), groups_per_step=1)
     return run

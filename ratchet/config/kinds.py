@@ -160,6 +160,15 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "ray": "ratchet.executors.config:RayClusterConfig",
         "torchrun": "ratchet.executors.config:TorchrunClusterConfig",
     },
+    "link": {
+        "auto": "ratchet.links.config:AutoLinkConfig",
+        "shared": "ratchet.links.config:SharedLinkConfig",
+        "shared_memory": "ratchet.links.config:SharedMemoryLinkConfig",
+        "cuda_ipc": "ratchet.links.config:CudaIpcLinkConfig",
+        "collective": "ratchet.links.config:CollectiveLinkConfig",
+        "files": "ratchet.links.config:FilesLinkConfig",
+        "delta": "ratchet.links.config:DeltaLinkConfig",
+    },
     "tokenizer": {
         "auto": "ratchet.data.config:AutoTokenizerConfig",
         "characters": "ratchet.data.config:CharactersConfig",
@@ -167,7 +176,13 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "byte_bpe": "ratchet.data.config:ByteBPEConfig",
     },
 }
-DEFAULT_KIND: Mapping[str, str] = {"learner": "local", "generator": "engine", "tokenizer": "auto", "cluster": "local"}
+DEFAULT_KIND: Mapping[str, str] = {
+    "learner": "local",
+    "generator": "engine",
+    "link": "auto",
+    "tokenizer": "auto",
+    "cluster": "local",
+}
 
 # Keys that a section has by its place, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {

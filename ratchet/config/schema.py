@@ -92,6 +92,18 @@ class RolloutsConfig(Section):
     redundant_groups: int = Field(default=0, ge=0, description="More groups a step; the first to end are kept, others wait.")
 
 
+class ParityConfig(Section):
+    """Compares the sampler's logprobs of fresh tokens with the learner's, before an update; both have the same weights then."""
+
+    first_steps: int = Field(default=3, ge=0, description="At the first so many steps, so after the first pushes of weights.")
+    every: int = Field(default=50, ge=0, description="And at every so many; 0: never again.")
+    sample: int = Field(default=8, ge=1, description="Attempts that are compared.")
+    threshold: float = Field(
+        default=0.05, gt=0, description="Largest mean difference, in nats a token. bfloat16 makes about 0.01, float32 1e-6."
+    )
+    action: Literal["stop", "warn"] = Field(default="stop", description="What happens above it; both say which part is why.")
+
+
 class EvaluationConfig(Section):
     """Accuracy on held-out tasks, before and after each stage."""
 
@@ -151,6 +163,10 @@ class StageConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: Annotated[Chosen, Slot("learner")] = Field(default_factory=_default("learner", "local"))
     generator: Annotated[Chosen, Slot("generator")] = Field(default_factory=_default("generator", "engine"))
+    link: Annotated[Chosen, Slot("link")] = Field(
+        default_factory=_default("link", "auto"), description="How new weights reach the generator."
+    )
+    parity: ParityConfig = ParityConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -132,7 +132,7 @@ class Front:
             self._start_pump()
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
-        self._staging.clear()
+        self._staging.prepare(manifest)
 
     async def receive(self, shards: Iterator[Shard]) -> None:
         self._staging.receive(shards)
@@ -143,6 +143,11 @@ class Front:
 
     async def rollback(self) -> None:
         self._staging.clear()
+
+    def weights(self) -> Iterator[Shard]:
+        """What it holds at the moment."""
+        for name, view in self._staging.views.items():
+            yield Shard(name, tuple(view.shape), (0,) * view.dim(), view)
 
 
 def _once(future: asyncio.Future[Completion], settle: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ratchet.errors import ModelError
 from ratchet.interfaces import Shard
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Staging:
@@ -20,24 +23,55 @@ class Staging:
     def __init__(self, views: Iterable[tuple[str, Tensor]]) -> None:
         self.views: Mapping[str, Tensor] = dict(views)
         self.pieces: list[tuple[Tensor, Tensor]] = []  # (where to, what)
+        self.stable = False  # what is received stays as it is until the commit
+        self.head_is_embedding = False
+
+    def prepare(self, manifest: Mapping[str, Any]) -> None:
+        """manifest: "weights", {name: {"shape", "dtype"}} of all that will be sent (absent: whatever comes is all), and
+        "stable": whether what is received may be copied as late as the commit.
+
+        A learner that ties the head to the embedding does not send it. Raises ModelError for a model of other weights.
+        """
+        self.clear()
+        weights = manifest.get("weights")
+        self.stable = bool(manifest.get("stable"))
+        self.head_is_embedding = weights is not None and HEAD in self.views and HEAD not in weights
+        if weights is None:
+            return
+        for name, weight in weights.items():
+            self._view(name, tuple(weight["shape"]))
+        missing = [name for name in self.views if name not in weights and name != HEAD]
+        if missing or (self.head_is_embedding and EMBEDDING not in weights):
+            raise ModelError(f"weight '{(*missing, HEAD)[0]}' of the generator's model is none of those that the learner sends")
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        view = self.views.get(name)
+        if view is None:
+            raise ModelError(f"weight '{name}' was sent to a generator whose model has none of that name")
+        if tuple(view.shape) != shape:
+            raise ModelError(f"weight '{name}' was sent with shape {shape}, the model has {tuple(view.shape)}")
+        return view
 
     def receive(self, shards: Iterator[Shard]) -> None:
         """Raises ModelError for a weight that the model doesn't have, or of another shape."""
         for shard in shards:
-            view = self.views.get(shard.name)
-            if view is None:
-                raise ModelError(f"weight '{shard.name}' was sent to a generator whose model has none of that name")
-            if tuple(view.shape) != shard.shape:
-                raise ModelError(f"weight '{shard.name}' was sent with shape {shard.shape}, the model has {tuple(view.shape)}")
-            for axis, (offset, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
-                view = view.narrow(axis, offset, size)
-            if view.data_ptr() != shard.tensor.data_ptr():
-                self.pieces.append((view, shard.tensor.detach().to(view.device, view.dtype, copy=True)))
+            self._stage(shard, self._view(shard.name, tuple(shard.shape)))
+            if self.head_is_embedding and shard.name == EMBEDDING:
+                self._stage(shard, self._view(HEAD, tuple(shard.shape)))
+
+    def _stage(self, shard: Shard, view: Tensor) -> None:
+        for axis, (offset, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
+            view = view.narrow(axis, offset, size)
+        if view.data_ptr() != shard.tensor.data_ptr():
+            piece = shard.tensor.detach()
+            self.pieces.append((view, piece if self.stable else piece.to(view.device, view.dtype, copy=True)))
 
     def apply(self) -> None:
         with torch.no_grad():
             for view, piece in self.pieces:
                 view.copy_(piece)
+        if self.stable and any(view.is_cuda for view, _ in self.pieces):
+            torch.cuda.synchronize()  # whoever sent them may use that memory again
         self.clear()
 
     def clear(self) -> None:

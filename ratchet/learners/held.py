@@ -61,6 +61,8 @@ def own_rows(parameter: Tensor, share: Share) -> range | None:
 def complete_gradients(held: Sequence[Held]) -> None:
     """Adds up those that are divided between ranks that hold the same parameter."""
     for item in held:
+        if item.partial and item.parameter.grad is None:  # an embedding that is no head here, and yet one elsewhere
+            item.parameter.grad = torch.zeros_like(item.parameter)
         if item.parameter.grad is not None:
             for group in item.partial:
                 dist.all_reduce(local(item.parameter.grad), group=group)

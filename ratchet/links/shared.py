@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ratchet.interfaces import Generator
 
 
@@ -11,3 +13,8 @@ class SharedLink:
 
     async def push(self, version: int) -> None:
         await self.generator.commit(version)
+
+    async def audit(self) -> Sequence[str] | None:
+        return []  # no weight can differ from itself
+
+    async def close(self) -> None: ...

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from generators.direct_link import DirectLink
 from pydantic import ValidationError
 
+from ratchet.config.kinds import resolve
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError, MissingDependency, ModelError, TrainingError
 from ratchet.executors import environment
@@ -21,9 +23,9 @@ from ratchet.generators.vllm_backend import VLLMBackend
 from ratchet.generators.vllm_engines import Answer, Apart
 from ratchet.generators.vllm_weights import Inbox, Outbox
 from ratchet.interfaces import Shard
-from ratchet.links.choice import link_between
-from ratchet.links.direct import DirectLink
+from ratchet.links.make import Between, make_link
 from ratchet.links.shared import SharedLink
+from ratchet.links.shared_memory import SharedMemoryLink
 from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.conformance import check_generator
 from ratchet.testing.fakes import FakeGenerator
@@ -399,6 +401,7 @@ def test_sampling_that_vllm_does_otherwise_is_refused(generation, sampling):
 
 def test_a_generator_with_weights_of_its_own_is_sent_them(generation):
     learner = SimpleNamespace()
-    assert isinstance(link_between(learner, generation), DirectLink)
-    assert isinstance(link_between(learner, FakeGenerator(lambda tokens, sampling: [1])), DirectLink)
-    assert isinstance(link_between(learner, SimpleNamespace(shares_weights=True)), SharedLink)
+    sharing = SimpleNamespace(shares_weights=True)
+    generators = {generation: SharedMemoryLink, FakeGenerator(lambda tokens, sampling: [1]): SharedMemoryLink}
+    for generator, kind in [*generators.items(), (sharing, SharedLink)]:
+        assert isinstance(make_link(resolve("link", {}), Between(learner, generator)), kind)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from direct_link import DirectLink
 
 from ratchet.assemble import build_policy, build_run
 from ratchet.config.loader import load_config
@@ -27,7 +28,6 @@ from ratchet.executors import environment
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.vllm import VLLMGeneration
 from ratchet.interfaces import Shard
-from ratchet.links.direct import DirectLink
 from ratchet.loop import train
 from ratchet.models.auto import TransformersPolicy
 from ratchet.models.config import DecoderConfig

@@ -153,8 +153,8 @@ def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
     numbers_alike(asyncio.run(train(algorithm, there, range(2))), expected)
     alike(weights_of(there["policy"]), weights_of(local["policy"]))
     there["policy"].export(tmp_path / "trained")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float64).eval()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32).eval()
     tokens = torch.arange(7)[None]
     with torch.no_grad():
         ours = model.logits(model.hidden(tokens[0], tokens[0], [7]))
-        torch.testing.assert_close(read(tokens).logits[0], ours, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(read(tokens).logits[0].double(), ours, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The direct link: the learner's weights are handed to a generator that has its own, as they are, in this process."""
+"""The shortest link: the weights of something are handed to a generator, as they are, in this process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,116 @@
+"""From a section to a link. The ends are given as what they are: in this process, or ranks of other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratchet.config.base import Section
+from ratchet.config.kinds import construct
+from ratchet.errors import ConfigError
+from ratchet.interfaces import Generator, Learner, Link, Ranks
+from ratchet.links.collective import CollectiveLink
+from ratchet.links.config import (
+    AutoLinkConfig,
+    CollectiveLinkConfig,
+    CudaIpcLinkConfig,
+    DeltaLinkConfig,
+    FilesLinkConfig,
+    SharedLinkConfig,
+    SharedMemoryLinkConfig,
+)
+from ratchet.links.cuda_ipc import CudaIpcLink
+from ratchet.links.ends import Intake, OneRank, Outlet
+from ratchet.links.files import FilesLink
+from ratchet.links.shared import SharedLink
+from ratchet.links.shared_memory import SharedMemoryLink
+
+
+@dataclass(frozen=True)
+class Between:
+    """Who is linked. learner: one in this process, or ranks with an `Outlet`'s method each. generator: the one that the driver
+    calls. receivers: ranks with an `Intake` each, where it is not the driver that hands the generator its weights. run,
+    directory: of the run. one_host: whether all of them are on the driver's."""
+
+    learner: Learner | Ranks
+    generator: Generator
+    receivers: Ranks | None = None
+    receivers_count: int = 1
+    run: str = "run"
+    directory: Path = Path("runs/run")
+    one_host: bool = True
+
+    @property
+    def outlets(self) -> Ranks:
+        return self.learner if isinstance(self.learner, Ranks) else OneRank(Outlet(self.learner))
+
+    @property
+    def intakes(self) -> Ranks:
+        return self.receivers if self.receivers is not None else OneRank(Intake(self.generator))
+
+    @property
+    def shares_weights(self) -> bool:
+        embedded = not isinstance(self.learner, Ranks) and self.receivers is None
+        return embedded and getattr(self.generator, "shares_weights", False)
+
+
+def make_link(section: Section, between: Between) -> Link:
+    return construct(section, between)
+
+
+def auto(config: AutoLinkConfig, between: Between) -> Link:
+    if between.shares_weights:
+        return SharedLink(between.generator)
+    if between.one_host:
+        return shared_memory(SharedMemoryLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between)
+    return collective(CollectiveLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between)
+
+
+def shared(config: SharedLinkConfig, between: Between) -> SharedLink:
+    """Raises ConfigError where the generator has weights of its own, which would stay as they are for ever."""
+    if not between.shares_weights:
+        raise ConfigError("link.kind=shared is for a generator that reads the learner's own tensors: set it to auto")
+    return SharedLink(between.generator)
+
+
+def shared_memory(config: SharedMemoryLinkConfig, between: Between) -> SharedMemoryLink:
+    return SharedMemoryLink(between.outlets, between.intakes, run=between.run, dtype=config.dtype, timeout_s=config.timeout_s)
+
+
+def cuda_ipc(config: CudaIpcLinkConfig, between: Between) -> CudaIpcLink:
+    return CudaIpcLink(between.outlets, between.intakes, dtype=config.dtype, timeout_s=config.timeout_s)
+
+
+def collective(config: CollectiveLinkConfig, between: Between) -> CollectiveLink:
+    return CollectiveLink(
+        between.outlets,
+        between.intakes,
+        receivers_count=between.receivers_count,
+        host=config.host,
+        backend=config.backend,
+        bucket_mib=config.bucket_mib,
+        dtype=config.dtype,
+        timeout_s=config.timeout_s,
+    )
+
+
+def files(config: FilesLinkConfig, between: Between) -> FilesLink:
+    return FilesLink(
+        between.outlets,
+        between.intakes,
+        directory=_directory(config.directory, between),
+        dtype=config.dtype,
+        timeout_s=config.timeout_s,
+    )
+
+
+def delta(config: DeltaLinkConfig, between: Between) -> FilesLink | SharedMemoryLink:
+    ends = (between.outlets, between.intakes)
+    if config.through == "shared_memory":
+        return SharedMemoryLink(*ends, run=between.run, changes_only=True, dtype=config.dtype, timeout_s=config.timeout_s)
+    where = _directory(config.directory, between)
+    return FilesLink(*ends, directory=where, changes_only=True, dtype=config.dtype, timeout_s=config.timeout_s)
+
+
+def _directory(chosen: str | None, between: Between) -> Path:
+    return Path(chosen) if chosen is not None else between.directory / "links"

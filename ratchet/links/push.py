@@ -1,0 +1,130 @@
+"""A push, whatever carries the bytes: a transaction that ends with the new version on every receiver, or with the old one.
+
+prepare(names, shapes, dtypes, version) -> transfer -> a checksum for every part of every block -> commit(version)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ratchet.errors import LinkError
+from ratchet.interfaces import Ranks
+from ratchet.links.blocks import Block, Part, check_cover
+
+log = logging.getLogger(__name__)
+
+SEND, DESCRIBE, SUMS = (f"ratchet.links.sending:{name}" for name in ("send", "describe", "sums"))
+
+
+class PushLink:
+    """Implements `Link` and `Audits` between the ranks of a learner (`Outlet`s) and those of receivers (`Intake`s).
+
+    dtype: floating-point weights are sent in it, converted by the sender; None: as the learner has them. changes_only: send
+    what changed since the version before, where a receiver has that. timeout_s: of a push.
+    """
+
+    writer: str  # "module:function", see `ratchet.links.sending.send`
+    receiver: str  # "module:function", see `Intake.receive`
+    forgets: str = ""  # "module:function" of a session: what this kind keeps in a process between pushes
+
+    def __init__(
+        self,
+        senders: Ranks,
+        receivers: Ranks,
+        *,
+        dtype: str | None = None,
+        changes_only: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.senders, self.receivers = senders, receivers
+        self.dtype, self.changes_only, self.timeout_s = dtype, changes_only, timeout_s
+        self.session = uuid.uuid4().hex  # names what both ends keep between pushes
+        self.sent_bytes = 0  # of the latest push
+        self._blocks: list[list[Block]] | None = None
+        self._doing = ""
+
+    async def push(self, version: int) -> None:
+        """Raises LinkError, which names the weight and the rank where it can; the generators then go on with what they have."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._push(version)
+        except BaseException as error:
+            await self._rollback()
+            if isinstance(error, LinkError) or not isinstance(error, Exception):
+                raise
+            late = isinstance(error, TimeoutError)
+            said = f"not over after {self.timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
+            raise LinkError(
+                f"version {version} was not pushed, the generator goes on with the one before ({self._doing}: {said})",
+                rank=getattr(error, "rank", None),
+            ) from error
+
+    async def _push(self, version: int) -> None:
+        blocks = self._blocks = self._blocks or await self._described()
+        self._doing = "a receiver prepares"
+        await self.receivers.call("prepare", blocks, version)
+        since = await self._since(version) if self.changes_only else None
+        self._doing = "weights are sent"
+        parts = await self._transfer(blocks, version, since)
+        self.sent_bytes = sum(part.n_bytes for own in parts for part in own)
+        self._doing = "a receiver compares checksums"
+        await self.receivers.call("verify", parts, version, since)
+        self._doing = "a receiver commits"
+        await self.receivers.call("commit", version)
+
+    async def _described(self) -> list[list[Block]]:
+        """Once: a learner's ranks keep their blocks."""
+        self._doing = "the learner says what it has"
+        blocks = await self.senders.call("send", DESCRIBE, {"dtype": self.dtype})
+        check_cover(blocks)
+        return blocks
+
+    async def _since(self, version: int) -> Mapping[str, Any]:
+        """Changes need a version that all receivers have, and that came before."""
+        bases = await self.receivers.call("base", self.session)
+        base = bases[0] if len(set(bases)) == 1 and bases[0] is not None and bases[0] < version else None
+        return {"session": self.session, "base": base, "version": version}
+
+    async def _transfer(
+        self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
+    ) -> list[list[Part]]:
+        """Of a transport where what is sent waits to be received."""
+        options = self.options(blocks, version)
+        parts = await self._sent(options, since)
+        await self.receivers.call("receive", self.receiver, options)
+        return parts
+
+    def options(self, blocks: Sequence[Sequence[Block]], version: int) -> Mapping[str, Any]:
+        """What the transport's two functions are told, beside what they move."""
+        raise NotImplementedError
+
+    async def _sent(self, options: Mapping[str, Any], since: Mapping[str, Any] | None) -> list[list[Part]]:
+        asked = {"dtype": self.dtype, "writer": self.writer, "options": options, "since": since}
+        return await self.senders.call("send", SEND, asked)
+
+    async def _rollback(self) -> None:
+        self._blocks = None  # the ranks may be others next time
+        try:
+            await self.receivers.call("rollback")
+        except Exception as error:  # what failed before is what counts
+            log.warning("a receiver could not roll back: %s", error)
+
+    async def audit(self) -> Sequence[str] | None:
+        """The weights that differ between the learner and some receiver; None where no receiver can show its own."""
+        sums = await self.senders.call("send", SUMS, {"dtype": self.dtype})
+        found = [own for own in await self.receivers.call("differing", sums) if own is not None]
+        return list(dict.fromkeys(name for own in found for name in own)) if found else None
+
+    async def close(self) -> None:
+        """Both ends let go of what they keep between pushes; an end that is gone has."""
+        for ranks, method, arguments in (
+            (self.senders, "send", ("ratchet.links.sending:forget", {"function": self.forgets, "session": self.session})),
+            (self.receivers, "forget", (self.forgets, self.session)),
+        ):
+            with contextlib.suppress(Exception):
+                await ranks.call(method, *arguments)

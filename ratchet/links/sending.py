@@ -1,0 +1,48 @@
+"""What a rank of a learner does for a link: functions of (its weights, its rank, how many there are), named by the link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ratchet.config.kinds import imported
+from ratchet.interfaces import Shard
+from ratchet.links import delta
+from ratchet.links.blocks import Block, Part, block_of, sends, torch_dtype
+from ratchet.links.checksums import checksum
+
+
+def describe(weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None) -> list[Block]:
+    """What the rank has, as it would be sent."""
+    return [block_of(shard, dtype) for shard in weights]
+
+
+def send(
+    weights: Iterator[Shard],
+    rank: int,
+    world: int,
+    *,
+    dtype: str | None,
+    writer: str,
+    options: Mapping[str, Any],
+    since: Mapping[str, Any] | None = None,
+) -> list[Part]:
+    """writer: the transport's function, called with what goes out, the rank and the options. since: send changes only."""
+    outgoing = sends(weights, dtype) if since is None else delta.changes(weights, dtype, **since)
+    return imported(writer)(outgoing, rank, **options)
+
+
+def sums(weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None) -> list[tuple[Block, str]]:
+    """The blocks with their checksums, as they would be sent."""
+    found = []
+    for shard in weights:
+        block = block_of(shard, dtype)
+        found.append((block, checksum(shard.tensor.detach().to(torch_dtype(block.dtype)).contiguous())))
+    return found
+
+
+def forget(weights: Iterator[Shard], rank: int, world: int, *, function: str, session: str) -> None:
+    """Lets go of what was kept for a link."""
+    delta.forget(session)
+    if function:
+        imported(function)(session)

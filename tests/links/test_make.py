@@ -1,0 +1,67 @@
+"""Sections become links between the ends that there are."""
+
+from __future__ import annotations
+
+import pytest
+from links.components import Kept
+
+from ratchet.config.kinds import resolve
+from ratchet.errors import ConfigError
+from ratchet.links.collective import CollectiveLink
+from ratchet.links.cuda_ipc import CudaIpcLink
+from ratchet.links.ends import OneRank
+from ratchet.links.files import FilesLink
+from ratchet.links.make import Between, make_link
+from ratchet.links.shared import SharedLink
+from ratchet.links.shared_memory import SharedMemoryLink
+from ratchet.testing.fakes import FakeLearner
+
+
+class Embedded(Kept):
+    shares_weights = True
+
+
+RANKS, ALONE = OneRank(None), FakeLearner(2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "between", "made"),
+    [
+        ({}, {"learner": ALONE, "generator": Embedded()}, SharedLink),
+        ({}, {"learner": ALONE, "generator": Kept()}, SharedMemoryLink),
+        ({}, {"learner": RANKS, "generator": Embedded()}, SharedMemoryLink),
+        ({}, {"learner": RANKS, "generator": Kept(), "one_host": False}, CollectiveLink),
+        ({"kind": "shared"}, {"learner": ALONE, "generator": Embedded()}, SharedLink),
+        ({"kind": "shared_memory"}, {"learner": RANKS, "generator": Kept()}, SharedMemoryLink),
+        ({"kind": "cuda_ipc"}, {"learner": RANKS, "generator": Kept()}, CudaIpcLink),
+        ({"kind": "collective"}, {"learner": RANKS, "generator": Kept()}, CollectiveLink),
+        ({"kind": "files"}, {"learner": RANKS, "generator": Kept()}, FilesLink),
+        ({"kind": "delta"}, {"learner": RANKS, "generator": Kept()}, FilesLink),
+        ({"kind": "delta", "through": "shared_memory"}, {"learner": RANKS, "generator": Kept()}, SharedMemoryLink),
+    ],
+)
+def test_each_kind_is_its_link(recipe, between, made):
+    link = make_link(resolve("link", recipe), Between(**between))
+    assert type(link) is made
+    assert getattr(link, "changes_only", False) == (recipe.get("kind") == "delta")
+
+
+def test_keys_reach_the_link(tmp_path):
+    between = Between(RANKS, Kept(), receivers=RANKS, receivers_count=3, directory=tmp_path, run="mine")
+    own = {"dtype": "float16", "timeout_s": 5.0}
+    for recipe in ({"kind": "auto"}, {"kind": "shared_memory"}, {"kind": "collective"}, {"kind": "files"}, {"kind": "delta"}):
+        link = make_link(resolve("link", {**recipe, **own}), between)
+        assert (link.dtype, link.timeout_s, link.receivers) == ("float16", 5.0, RANKS)
+    network = {"kind": "collective", "backend": "nccl", "host": "10.0.0.1", "bucket_mib": 3}
+    link = make_link(resolve("link", network), between)
+    assert (link.backend, link.host, link.bucket_mib, link.receivers_count) == ("nccl", "10.0.0.1", 3, 3)
+    assert make_link(resolve("link", {"kind": "files"}), between).directory == tmp_path / "links"
+    chosen = {"kind": "files", "directory": str(tmp_path / "other")}
+    assert make_link(resolve("link", chosen), between).directory == tmp_path / "other"
+    assert make_link(resolve("link", {}), between).run == "mine"
+    assert make_link(resolve("link", {"kind": "delta"}), between).dtype == "bfloat16"
+
+
+def test_weights_that_are_not_shared_are_not_taken_for_shared():
+    with pytest.raises(ConfigError, match="set it to auto"):
+        make_link(resolve("link", {"kind": "shared"}), Between(ALONE, Kept()))
