@@ -8,7 +8,7 @@ import pytest
 import torch
 from executors.components import arrays
 
-from ratchet.build import build_executor
+from ratchet.assemble import build_executor
 from ratchet.config.schema import RunConfig
 from ratchet.errors import CallTimeout, ConfigError, PortBusy, VersionMismatch, WorkerRaised
 from ratchet.executors import waits
