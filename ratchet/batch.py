@@ -5,7 +5,7 @@ T = all tokens laid end to end, S = sequences (trajectories), G = groups. Groups
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
 
@@ -127,9 +127,17 @@ class Batch:
         Weights travel with their rows and are not renormalised. Groups are renumbered from 0 in order of appearance; a
         group must come out whole where a group-level weight is present (the planner's `unit` sees to that).
         """
+        return next(self.cut([sequences]))
+
+    def cut(self, plan: Iterable[Sequence[int]]) -> Iterator[Batch]:
+        """`take` of one part after the other, each at the cost of its own size."""
+        starts_S = self.starts_S
+        return (self._taken(sequences, starts_S) for sequences in plan)
+
+    def _taken(self, sequences: Sequence[int], starts_S: Tensor) -> Batch:
         rows = torch.as_tensor(sequences, dtype=torch.int64, device=self.lengths_S.device)
         lengths_S = self.lengths_S[rows]
-        offsets_S = self.starts_S[rows] - (lengths_S.cumsum(0) - lengths_S)
+        offsets_S = starts_S[rows] - (lengths_S.cumsum(0) - lengths_S)
         total = int(lengths_S.sum())
         tokens = torch.arange(total, device=rows.device) + torch.repeat_interleave(offsets_S, lengths_S, output_size=total)
         kept, group_S = _renumber(self.group_S[rows])

@@ -33,7 +33,7 @@ def pack(groups: Sequence[Group]) -> Batch:
 
     def tokens(column: Callable[[Trajectory], np.ndarray], dtype: type) -> Tensor:
         parts = [column(t) for t in trajectories]
-        return torch.from_numpy(np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype))
+        return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype))
 
     def sequences(column: Callable[[int, Trajectory], float], dtype: torch.dtype) -> Tensor:
         return torch.tensor([column(g, t) for g, t in rows], dtype=dtype)

@@ -13,6 +13,7 @@ import copy
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import replace
@@ -82,7 +83,7 @@ class WorkerGroup:
         return self.submit(method, *arguments, **named).result()
 
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """`call` with positional arguments of its own for each rank."""
+        """`call` with positional arguments of its own for each rank. What several are given is packed once."""
         return await asyncio.wrap_future(self.submit_each(method, arguments_by_rank))
 
     def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
@@ -95,7 +96,13 @@ class WorkerGroup:
     def submit_each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> Future[list[Any]]:
         if len(arguments_by_rank) != self.size:
             raise ValueError(f"{self.role} has {self.size} ranks: {len(arguments_by_rank)} tuples of arguments don't fit")
-        return self._ask(method, [pack(("call", (method, tuple(own), {}))) for own in arguments_by_rank])
+        times = Counter(map(id, arguments_by_rank))
+        packed: dict[int, Any] = {}
+        for own in arguments_by_rank:
+            if id(own) not in packed:
+                request = pack(("call", (method, tuple(own), {})))
+                packed[id(own)] = self.members[0].share(request) if times[id(own)] > 1 else request
+        return self._ask(method, [packed[id(own)] for own in arguments_by_rank])
 
     def close(self) -> None:
         """Closes the components, and ends the processes: those that take too long by force. Blocks until they are gone."""

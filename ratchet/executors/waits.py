@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -89,8 +90,8 @@ def shown_on_signal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def answer_status(address: str) -> Iterator[None]:
-    """Whoever connects to the Unix socket at `address` is sent the table, inside the block: even while the main thread waits
-    without listening to signals. Raises OSError where no socket can be made there."""
+    """A process of the same user that connects to the Unix socket at `address` is sent the table, inside the block: even while
+    the main thread waits without listening to signals. Raises OSError where no socket can be made there."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -100,8 +101,6 @@ def answer_status(address: str) -> Iterator[None]:
         finally:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # the thread is in accept
-            with contextlib.suppress(OSError):
-                os.unlink(address)
 
 
 def _answer(listener: socket.socket) -> None:
@@ -112,7 +111,16 @@ def _answer(listener: socket.socket) -> None:
             return
         with connection, contextlib.suppress(OSError):
             connection.settimeout(5)
-            connection.sendall(table().encode())
+            if _user_of(connection) == os.getuid():
+                connection.sendall(table().encode())
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Of the process at the other end. On Linux an address may be no file, which only its owner could open."""
+    if sys.platform != "linux":
+        return os.getuid()
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user
 
 
 def ask_status(address: str, timeout_s: float = 10.0) -> str:

@@ -24,7 +24,7 @@ def deal(batch: Batch, plan: Sequence[Sequence[int]], ranks: int, *, multiple: i
 
     multiple: how many micro-batches a rank takes at a time (a pipeline is filled with several).
     """
-    made = [Micro(rows, batch.take(rows)) for rows in plan]
+    made = [Micro(rows, part) for rows, part in zip(plan, batch.cut(plan), strict=True)]
     if made:
         made += [_filler(batch)] * (-len(made) % (ranks * multiple))
     return [made[rank::ranks] for rank in range(ranks)]
@@ -45,8 +45,9 @@ def gather_columns(batch: Batch, plan: Sequence[Sequence[int]], found: Sequence[
         spans = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
         tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         for name, part in parts.items():
-            size = batch.n_sequences if name == "scores" else batch.n_tokens
-            column = columns.setdefault(name, part.new_zeros(size, *part.shape[1:]))
+            if name not in columns:
+                size = batch.n_sequences if name == "scores" else batch.n_tokens
+                columns[name] = part.new_zeros(size, *part.shape[1:])
             if rows:
-                column[list(rows) if name == "scores" else tokens] = part
+                columns[name][list(rows) if name == "scores" else tokens] = part
     return columns

@@ -63,8 +63,9 @@ class RemoteLearner:
     async def _each(self, method: str, dealt: Sequence[Sequence[Micro]], more: tuple[Any, ...]) -> list[tuple[Any, Any]]:
         """(coordinates, answer) of the ranks that speak for their data rank. A rank receives its rows, not the batch."""
         places = list(self.topology.coordinates())
-        own = [[micro.batch for micro in dealt[self.topology.data_rank(at)]] for at in places]
-        found = await self.ranks.each(method, [(self.role, batches, *more) for batches in own])
+        # One for those that share a data rank: what is the same object is packed once.
+        messages = [(self.role, [micro.batch for micro in own], *more) for own in dealt]
+        found = await self.ranks.each(method, [messages[self.topology.data_rank(at)] for at in places])
         return [(at, answer) for at, answer in zip(places, found, strict=True) if self.topology.answers(at)]
 
     def _nothing(self, name: str, top_k: int) -> Tensor:

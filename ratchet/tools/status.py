@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +23,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def answers_status(directory: RunDirectory) -> Iterator[None]:
-    """The process of a run answers `ratchet status` and SIGUSR1, inside the block. To be entered in the main thread.
-
-    The socket lies in the folder for temporary files: a run directory may be on a disk of the network, or its path too long.
-    """
-    with tempfile.TemporaryDirectory(prefix="ratchet-status-") as folder:
-        address = f"{folder}/socket"
+    """The process of a run answers `ratchet status` and SIGUSR1, inside the block. To be entered in the main thread."""
+    with _address() as address:
         where = {"pid": os.getpid(), "host": socket.gethostname(), "socket": address}
         with shown_on_signal(), answer_status(address):
             replace_text(directory.status, json.dumps(where))
@@ -34,6 +32,17 @@ def answers_status(directory: RunDirectory) -> Iterator[None]:
                 yield
             finally:
                 directory.status.unlink(missing_ok=True)
+
+
+@contextmanager
+def _address() -> Iterator[str]:
+    """On Linux a name that is no file, which a killed process would leave; else in the folder for temporary files: a run
+    directory may be on a disk of the network, or its path too long."""
+    if sys.platform == "linux":
+        yield f"\0ratchet-{os.getpid()}-{secrets.token_hex(8)}"
+        return
+    with tempfile.TemporaryDirectory(prefix="ratchet-status-") as folder:
+        yield f"{folder}/socket"
 
 
 def status_of(path: Path) -> str:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from executors.components import arrays
 
-from ratchet.build import build_executor
+from ratchet.assemble import build_executor
 from ratchet.config.schema import RunConfig
 from ratchet.errors import CallTimeout, ConfigError, PortBusy, VersionMismatch, WorkerRaised
 from ratchet.executors import waits
 from ratchet.executors.cluster import Need
 from ratchet.executors.local import LocalExecutor
+from ratchet.executors.wire import pack
 from ratchet.interfaces import Executor, Workers
 
 
@@ -171,3 +172,14 @@ def test_a_recipe_chooses_the_executor():
     torchrun = RunConfig.model_validate({**recipe, "stages": [stage], "cluster": {"kind": "torchrun"}})
     with pytest.raises(ConfigError, match="none of several that torchrun started"):
         build_executor(torchrun)
+
+
+def test_what_several_ranks_are_given_is_packed_once(start, monkeypatch):
+    group, packed = start(3), []
+    monkeypatch.setattr("ratchet.executors.group.pack", lambda value: packed.append(value) or pack(value))
+    shared = (np.arange(4.0),)
+    for back, sent in zip(
+        group.each_now("double", [shared, (np.ones(2),), shared]), [shared, (np.ones(2),), shared], strict=True
+    ):
+        np.testing.assert_array_equal(back, sent[0] * 2)
+    assert len(packed) == 2

@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from recipes.replayed import TOPOLOGIES, after_sft, assert_alike, made
 
 from ratchet.errors import ConfigError, WorkerDied
 from ratchet.executors.cluster import Accelerator, Need, Node
@@ -103,6 +104,18 @@ def test_accelerators_and_roles_beside_each_other(executor):
     assert [place.device for place in generator.call_now("where")] == ["cuda:0"]
     for group in groups:
         group.close()
+
+
+def test_the_quick_starts_steps_on_ray(executor, tmp_path):
+    """As tests/recipes/test_ranks.py has them, where one process is meant too."""
+    cases = {"one worker": ("dense", {}), **TOPOLOGIES}
+    embedded = {}
+    for kind in dict.fromkeys(kind for kind, _ in cases.values()):
+        config = after_sft(kind, tmp_path / kind)
+        embedded[kind] = config, made(config)
+    for kind, learner in cases.values():
+        config, wanted = embedded[kind]
+        assert_alike(made(config, executor, wanted.groups, **learner), wanted)
 
 
 def test_too_much_is_refused(executor, monkeypatch):
