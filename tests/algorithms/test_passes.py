@@ -107,7 +107,8 @@ def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(k
     assert {"teacher_topk_logprobs", "teacher_logprobs"} & set(made.token_columns)
     for term in algo.losses["policy"]:
         weighed = algo.weigh(made, AlgoState())
-        loss, _ = term(policy.hands[0].outputs(weighed, term.needs), weighed)
+        hand = policy.hands[0]
+        loss, _ = term(hand.outputs(weighed, hand.hidden(weighed), term.needs), weighed)
         assert loss.item() == 0
     assert asyncio.run(policy.update(weighed, algo.losses["policy"]))["skipped_empty"] == 1
 

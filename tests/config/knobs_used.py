@@ -28,6 +28,9 @@ from ratchet.generators.vllm import VLLMGeneration, dtype_of, engine_arguments
 from ratchet.learners.rank import LearnerRank
 from ratchet.learners.remote import RemoteLearner
 from ratchet.learners.specs import RoleSpec
+from ratchet.learners.topology import parts
+from ratchet.links.ends import OneRank
+from ratchet.links.make import Between, make_link
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.load import init_policy
 from ratchet.models.origin import Origin
@@ -71,12 +74,22 @@ def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
     by_vllm()
     in_processes()
     in_ranks()
+    by_links()
+
+
+def by_links() -> None:
+    generator = SimpleNamespace(shares_weights=True)
+    for kind in KINDS["link"]:
+        between = Between(SimpleNamespace(), generator, receivers=None if kind == "shared" else OneRank(generator))
+        make_link(resolve("link", {"kind": kind}), between)
+    make_link(resolve("link", {"kind": "delta", "through": "files"}), Between(SimpleNamespace(), generator))
 
 
 def in_ranks() -> None:
     """A rank of a spread learner, alone."""
     place = SimpleNamespace(rank=0, world_size=1, rendezvous="127.0.0.1:0", device="cpu")
     section = resolve("learner", {"kind": "dtensor"})
+    parts(section)
     rank = LearnerRank(place, learner=section.model_dump(mode="json"), origin=Origin(shape=preset("tiny", vocab_size=8)))
     try:
         rank.begin({"policy": RoleSpec(optimizer=OptimizerConfig())}, {"kind": "sft"})
