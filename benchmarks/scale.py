@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +35,7 @@ from ratchet.data.packing import pack
 from ratchet.executors import wire
 from ratchet.executors.cluster import Accelerator, Need, Node, ResourceManager, VirtualCluster
 from ratchet.executors.group import WorkerGroup
+from ratchet.executors.machine import prepare_process
 from ratchet.executors.member import Member, Name
 from ratchet.executors.worker import Place
 from ratchet.learners.config import DTensorConfig
@@ -133,8 +134,17 @@ def drawn(count: int, seed: int) -> list[Group]:
     return groups
 
 
-def measure(ranks: int, trajectories: int, tensor: int, seed: int = 0) -> Measured:
-    groups = drawn(trajectories, seed)
+def measure(ranks: int, trajectories: int, tensor: int) -> Measured:
+    """The second step of two: the first one's memory is new to the process."""
+    groups = drawn(trajectories, seed=0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step(groups, ranks, tensor)
+    found = step(groups, ranks, tensor)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return replace(found, trajectories=trajectories, driver_mib=(after - before) / 1024)
+
+
+def step(groups: Sequence[Group], ranks: int, tensor: int) -> Measured:
     config = DTensorConfig(dp_shard=ranks // tensor, tensor_parallel=tensor)
     algorithm = construct(resolve("algorithm", {"kind": "grpo", "group_size": ATTEMPTS, "kl": {"coef": 0.01}}))
     members = [Simulated(rank, ranks, tensor) for rank in range(ranks)]
@@ -153,7 +163,6 @@ def measure(ranks: int, trajectories: int, tensor: int, seed: int = 0) -> Measur
         )
 
     roles: Mapping[str, RemoteLearner] = {"policy": learner("policy"), **{role: learner(role) for role in algorithm.roles}}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def timed(name: str, work: Any) -> Any:
         start, aside = time.process_time(), sum(member.aside_s for member in members)
@@ -167,17 +176,16 @@ def measure(ranks: int, trajectories: int, tensor: int, seed: int = 0) -> Measur
     batch = timed("advantages", lambda: algorithm.advantage(batch, state))
     batch = timed("weigh", lambda: algorithm.weigh(batch, state))
     timed("update", lambda: asyncio.run(roles["policy"].update(batch, algorithm.losses["policy"])))
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     workers.close()
     work_s, received = [member.work_s for member in members], [member.bytes for member in members]
     return Measured(
         ranks=ranks,
-        trajectories=trajectories,
+        trajectories=0,
         tokens=batch.n_tokens,
         tensor=tensor,
         driver_s=sum(parts.values()),
         parts_s=parts,
-        driver_mib=(after - before) / 1024,
+        driver_mib=0.0,
         rank_mib=statistics.fmean(received) / 2**20,
         rank_mib_most=max(received) / 2**20,
         microbatches=sum(member.micros for member in members),
@@ -221,6 +229,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, nargs=3, metavar=("RANKS", "TRAJECTORIES", "TP"), help="this one, in this process")
     chosen = parser.parse_args()
     if chosen.case:
+        prepare_process(1)
         print(json.dumps(asdict(measure(*chosen.case))), flush=True)
         return 0
     cases = SMALL if chosen.cases == "small" else list(dict.fromkeys([*WEAK, *STRONG]))

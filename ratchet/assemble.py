@@ -50,10 +50,22 @@ def start_ranks(config: RunConfig, executor: Executor, model: PolicyModel) -> Wo
     origin = _origin(config, model)
     if isinstance(model, DecoderPolicy):
         parts(section).check(model.decoder.config)
+    else:
+        _check_whole(section)
     executor.plan([Need(LEARNER, world, gpus=0 if on_cpu else 1)])
     ranks = executor.group(LEARNER)
     ranks.build_now("ratchet.learners.rank:LearnerRank", {"learner": section.model_dump(mode="json"), "origin": origin})
     return ranks
+
+
+def _check_whole(section: DTensorConfig) -> None:
+    """A model that transformers runs has no parts: ranks divide its weights, and the rows."""
+    for key in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
+        if (value := getattr(section, key)) > 1:
+            raise ConfigError(
+                f"learner.{key}={value} divides what Ratchet's own decoder computes, and transformers runs this model: "
+                "set it to 1, and learner.dp_shard to the number of ranks"
+            )
 
 
 def _origin(config: RunConfig, model: PolicyModel) -> Origin:

@@ -22,7 +22,7 @@ from ratchet.models.heads import ScalarHead
 from ratchet.models.hf import read_json
 from ratchet.models.load import find_model, load_policy
 from ratchet.models.origin import Origin
-from ratchet.models.policy import UNLIMITED, PolicyModel
+from ratchet.models.policy import UNLIMITED, DecoderPolicy, PolicyModel
 
 WHOLE_VOCABULARY = (
     4096  # tokens: more make a batch's columns larger than many a model (8,192 tokens x 4,096 x 4 bytes: 128 MiB)
@@ -101,6 +101,12 @@ def _remote_roles(
         raise ConfigError(
             f"algorithm {algorithm.name} was made in Python, and learner.kind=dtensor makes its losses again in other "
             "processes: give Plan.algorithm the section that it is made from"
+        )
+    copied = next((name for name, role in algorithm.roles.items() if role.path is None), None)
+    if copied is not None and not isinstance(model, DecoderPolicy):
+        raise ConfigError(
+            f"{copied} is a copy of the policy, and learner.kind=dtensor copies only models of Ratchet's own decoder: here "
+            "transformers runs the model; choose an algorithm without it (kl.coef=0, say)"
         )
     shapes = {name: _shape(role.path, model) for name, role in algorithm.roles.items()}
     compared = (shapes[name][0] for name, role in algorithm.roles.items() if not role.aligned)

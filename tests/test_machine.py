@@ -65,12 +65,12 @@ def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, m
 def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
     before, thresholds = torch.get_num_threads(), gc.get_threshold()
     try:
-        prepare_process(2, "cpu")
+        prepare_process(2)
         assert torch.get_num_threads() == 2
         frozen = gc.get_freeze_count()
         assert frozen
         assert gc.get_threshold()[0] > 10_000  # by default some hundreds or thousands, by the version of Python
-        prepare_process("auto", "cpu")
+        prepare_process("auto")
         assert torch.get_num_threads() == usable_cores()
         assert gc.get_freeze_count() <= frozen  # once is enough: garbage of an earlier run must not stay for ever
     finally:

@@ -32,7 +32,7 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     options.workers = options.workers or options.threads if options.device == "cpu" else 1
     protocol.quiet_offline(options.threads)
-    prepare_process(options.threads, options.device)
+    prepare_process(options.threads)
     return options
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
+from typing import Any
 
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.config.validate import context_of
 
 ROW = "{:<14}{}"
+SHARED_OUT = ("dp_replicate", "dp_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
 
 
 def describe(config: RunConfig) -> str:
@@ -20,6 +23,8 @@ def describe(config: RunConfig) -> str:
         ROW.format("model", source + (f", context {_count(context, 'token')}" if context else "")),
         ROW.format("tokenizer", _kind(config.tokenizer)),
     ]
+    if ranks := _ranks(config):
+        head.append(ROW.format("learner", ranks))
     total = sum(stage.steps for stage in config.stages)
     blocks = ["\n".join(head)]
     first = 0
@@ -30,6 +35,26 @@ def describe(config: RunConfig) -> str:
     return "\n\n".join(blocks)
 
 
+def _ranks(config: RunConfig) -> str:
+    """How the processes of a spread learner share it out; one serves all stages."""
+    learner = config.stages[0].learner
+    if _kind(learner) != "dtensor":
+        return ""
+    sizes = {key: getattr(learner, key) for key in SHARED_OUT}
+    shares = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+    return f"{_count(prod(sizes.values()), 'rank')}{f' ({shares})' if shares else ''}, cluster {_kind(config.cluster)}"
+
+
+def _share(stage: StageConfig) -> str:
+    """Of an optimizer step."""
+    learner: Any = stage.learner
+    if _kind(learner) != "dtensor":
+        return ""
+    rows, ranks = -(-stage.batch_size // stage.minibatches) * stage.attempts, learner.dp_replicate * learner.dp_shard
+    idle = f": {_count(ranks - rows, 'data rank')} without one, computing fillers" if rows < ranks else " each"
+    return f"{_count(rows, 'row')} for {_count(ranks, 'data rank')}, about {-(-rows // ranks)}{idle}"
+
+
 def _stage(stage: StageConfig, first: int) -> list[str]:
     rows = [
         ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
@@ -38,6 +63,7 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
         ("rewards", ", ".join(_kind(reward) for reward in stage.rewards) or "the environment's own"),
         ("batch", _batch(stage)),
         ("updates", _updates(stage)),
+        ("ranks", _share(stage)),
         ("data", _data(stage)),
         ("evaluation", _evaluation(stage, first)),
         ("checkpoints", _checkpoints(stage, first)),

@@ -320,6 +320,17 @@ def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    learner: Any = stage.learner
+    if getattr(learner, "sequence_parallel", False) and learner.tensor_parallel == 1:
+        yield _clash(
+            "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel, which is 1: set that to 2 "
+            "or more, or remove learner.sequence_parallel",
+            "learner.sequence_parallel",
+            "learner.tensor_parallel",
+        )
+
+
 def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
@@ -354,4 +365,5 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _overlong,
     _redundant,
     _learners,
+    _ranks,
 )

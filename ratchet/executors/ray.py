@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 ROOM_S = 120.0  # for other jobs of the cluster to make room
+REACH_S = 10.0  # for a cluster to answer
 LOOK_S = 5.0  # for a node to say what its dead actor wrote
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
 
@@ -131,6 +133,8 @@ class RayExecutor:
             return
         self._started = True
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if self.config.address is not None:
+            _reach(self.config.address)
         try:
             if self.config.address is not None:
                 ray.init(address=self.config.address, **quiet)
@@ -183,6 +187,20 @@ class RayExecutor:
             ],
             timeout=ROOM_S,
         )
+
+
+def _reach(address: str) -> None:
+    """Raises ConfigError where nothing listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():  # "auto"
+        return
+    try:
+        socket.create_connection((host.rpartition("/")[2], int(port)), REACH_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.address={address}: nothing answers there ({error}): start Ray there (ray start --head), or remove it "
+            "for a Ray of this machine"
+        ) from error
 
 
 def _environment(bundle: Bundle) -> dict[str, str]:

@@ -111,7 +111,12 @@ class TorchrunExecutor:
 
 
 def serve_rank(launched: Launched) -> int:
-    """What the process of another rank than 0 does: it works for rank 0 until that ends it. Returns the exit status."""
+    """What the process of another rank than 0 does: it works for rank 0 until that ends it. Returns the exit status.
+
+    SIGTERM and SIGINT, which torchrun or a terminal sends to all ranks, are for rank 0, who needs the others to end its step.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs that it starts would inherit
     said = json.loads(_store(launched).get("driver"))
     address, secret = (said["host"], said["port"]), said["secret"]
     own = _own_host()

@@ -62,6 +62,8 @@ def _accelerators() -> str:
     import torch  # only here: without torch, doctor must still work
 
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__}: no accelerator, `device: auto` means the CPU in float32"
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return f"torch {torch.__version__}: {names}; `device: auto` means cuda, updates in bfloat16 with float32 masters"
+        return f"torch {torch.__version__}: no accelerator, `device: auto` means the CPU in float32, whose cores ranks share"
+    count = torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    means = f"`device: auto` means cuda, updates in bfloat16 with float32 masters, at most {count} ranks"
+    return f"torch {torch.__version__}: {names}; {means}"

@@ -124,7 +124,7 @@ class Session:
         self.measures: str | None = None  # what the latest stage was evaluated by
 
     async def run(self) -> int:
-        prepare_process(self.config.threads, self.config.device)
+        prepare_process(self.config.threads)
         with log_to(self.directory.log, console=self.console), stops_on_signals() as stop, answers_status(self.directory):
             log.info("%s", self.command)
             checkpoint = self.store.latest()

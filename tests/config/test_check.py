@@ -53,6 +53,15 @@ def test_the_arithmetic_of_a_run_by_hand():
     ]
 
 
+def test_what_ranks_share_out():
+    learner = {"kind": "dtensor", "dp_shard": 4, "tensor_parallel": 2}
+    text = describe(run(stage(name="rl", algorithm={"kind": "grpo", "group_size": 4}, batch_size=3, learner=learner)))
+    assert "learner       8 ranks (dp_shard 4 x tensor_parallel 2), cluster local" in text
+    assert "  ranks         12 rows for 4 data ranks, about 3 each" in text
+    text = describe(run(stage(name="sft", algorithm={"kind": "sft"}, batch_size=3, learner=learner)))
+    assert "  ranks         3 rows for 4 data ranks, about 1: 1 data rank without one, computing fillers" in text
+
+
 def test_a_mark_on_the_last_step_is_not_counted_twice():
     text = describe(run(stage(name="rl", steps=100, evaluation={"every": 50}, checkpoint={"every": 50})))
     assert "evaluation    before, after and 1 time between" in text

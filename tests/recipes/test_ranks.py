@@ -57,3 +57,14 @@ def test_a_step_is_drawn_alike_as_long_as_the_weights_are(executor, embedded):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
         assert ours.reward == theirs.reward
     assert found.metrics[0]["rollout/reward"] == wanted.metrics[0]["rollout/reward"]
+
+
+def test_fewer_groups_than_ranks(executor, embedded):
+    """Ranks without rows compute fillers, which weigh nothing: all of them meet in every layer."""
+    config, _ = embedded("dense")
+    learner = config.stages[0].learner.model_copy(update={"micro_batch_tokens": 10_000})  # one holds all
+    few = config.model_copy(
+        update={"stages": (config.stages[0].model_copy(update={"steps": 3, "batch_size": 4, "learner": learner}),)}
+    )
+    wanted = made(few)
+    assert_alike(made(few, executor, wanted.groups, dp_shard=4, micro_batch_tokens=10_000), wanted)

@@ -35,12 +35,12 @@ NOTICED_S = 30.0
 class Driver:
     """`ratchet train` in a process of its own, whose temporary files lie in `folder`."""
 
-    def __init__(self, *arguments, folder: Path):
+    def __init__(self, *arguments, folder: Path, launcher: tuple[str, ...] = ()):
         folder.mkdir(exist_ok=True)
         self.folder, self.before = folder, set(os.listdir("/dev/shm"))
         self.cache = f"torchinductor_{getpass.getuser()}"  # torch's own, of all runs
         environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "ratchet", "train", *map(str, arguments)]
+        command = [sys.executable, "-m", *launcher, "ratchet", "train", *map(str, arguments)]
         self.process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
         self.born: dict[int, str] = {}  # every process that it has started, as far as we have seen, with its birth
 
@@ -113,9 +113,9 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def started(recipe, run, seed: int) -> Driver:
+def started(recipe, run, seed: int, launcher: tuple[str, ...] = ()) -> Driver:
     """In the middle of one of its steps."""
-    driver = Driver(recipe, "--run-dir", run, folder=recipe.parent / "temporary")
+    driver = Driver(recipe, "--run-dir", run, folder=recipe.parent / "temporary", launcher=launcher)
     until(lambda: len(steps_of(run)) > 4 or driver.process.poll() is not None, limit_s=100)
     time.sleep(random.Random(seed).random() * 0.2)  # anywhere in a step
     driver.look()
@@ -166,3 +166,15 @@ def test_a_signal_finishes_the_step(recipe, run):
     assert driver.ended()[0] == 128 + signal.SIGTERM
     driver.assert_nothing_left()
     assert_goes_on(run)
+
+
+@pytest.mark.slow
+def test_under_torchrun_too(recipe, run):
+    """It sends the signal to all ranks, and rank 0 needs the others to finish its step."""
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    driver = started(recipe, run, seed=4, launcher=torchrun)
+    driver.process.send_signal(signal.SIGTERM)
+    driver.ended()
+    assert "SIGTERM: finishing this step, then saving" in (run / "run.log").read_text()
+    assert "WorkerDied" not in (run / "run.log").read_text()
+    assert max(int(path.name.rpartition("-")[2]) for path in (run / "checkpoints").iterdir()) == steps_of(run)[-1]

@@ -1,0 +1,126 @@
+"""Clusters that a recipe can't have: each refused with the key and the smallest fix, before anything starts where it can be."""
+
+import socket
+import sys
+
+import pytest
+import yaml
+
+from ratchet.cli import main
+
+RECIPE = {
+    "name": "probe",
+    "threads": 1,
+    "device": "cpu",
+    "model": {"preset": "tiny"},
+    "tokenizer": {"kind": "characters", "alphabet": "0123456789="},
+    "environment": {"kind": "sorting", "digits": 2},
+    "sampling": {"max_new_tokens": 3},
+    "evaluation": {"tasks": 0},
+    "learner": {"kind": "dtensor"},
+    "algorithm": {"kind": "sft"},
+    "steps": 1,
+    "batch_size": 2,
+}
+EXPERTS = "model.preset=tiny-moe"
+
+REFUSED = [
+    ("learner.tensor_parallel=3", "learner.tensor_parallel=3 doesn't divide the model's 2 query heads: set it to 2"),
+    (
+        "learner.dp_shard=2 learner.expert_parallel=2",
+        "learner.expert_parallel=2 doesn't divide the model's 0 experts: set it to 1",
+    ),
+    (
+        f"{EXPERTS} learner.dp_shard=3 learner.expert_parallel=3",
+        "learner.expert_parallel=3 doesn't divide the model's 4 experts: set it to 2",
+    ),
+    (f"{EXPERTS} learner.dp_shard=2 learner.expert_parallel=4", "learner.expert_parallel=4 must divide dp_shard x context_par"),
+    ("learner.pipeline_parallel=3", "3 pipeline stages for 2 layers: set learner.pipeline_parallel to at most 2"),
+    ("learner.dp_shard=0", "learner.dp_shard: 0 must be at least 1"),
+    (
+        "learner.sequence_parallel=true",
+        "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel",
+    ),
+    ("device=cuda", "device=cuda, but torch finds no CUDA accelerator here: set device=cpu"),
+    ("learner.dp_shard=2 cluster.devices=[0,1]", "cluster.devices names [0, 1], and this process sees none (device=cpu)"),
+    ("cluster.devices=[0,0]", "cluster.devices: must name devices, each of them once"),
+    ("cluster.ports=[2222,2221]", "cluster.ports: the first port, 2222, is above the last, 2221: swap them"),
+    ("cluster.ports=[80,90]", "cluster.ports.0: 80 must be at least 1024"),
+    ("cluster.silence_s=1", "cluster.silence_s: 1 must be at least 5"),
+    ("cluster.nodes=2", "cluster.nodes: unknown key"),
+    ("cluster.kind=torchrun", "none of several that torchrun started: start it as torchrun --nproc-per-node N"),
+    ("cluster.kind=slurm", "cluster.kind"),
+]
+REFUSED_ON_RAY = [
+    ("cluster.gpus_per_node=4", "cluster.gpus_per_node=4, and node "),
+    ("cluster.cpus_per_node=4096", "cluster.cpus_per_node=4096, and node "),
+    ("cluster.address=127.0.0.1:1", "cluster.address=127.0.0.1:1: nothing answers there"),
+    ("cluster.devices=[0]", "cluster.devices: unknown key"),
+]
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch, capsys):
+    def refusal(overrides, *, starts=False):
+        """(exit status, standard error) of `ratchet train`; its errors come without a traceback, or not at all."""
+        recipe = tmp_path / "probe.yaml"
+        recipe.write_text(yaml.safe_dump(RECIPE))
+        run = ["--run-dir", str(tmp_path / "run")]
+        monkeypatch.setattr(sys, "argv", ["ratchet", "train", str(recipe), *overrides.split(), *run])
+        if not starts:
+            monkeypatch.setattr("ratchet.executors.local.Nursery", None)
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return caught.value.code, capsys.readouterr().err
+
+    return refusal
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_refused_before_anything_starts(refusal, overrides, message):
+    status, said = refusal(overrides)
+    assert status == 2
+    assert message in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.needs("ray")
+@pytest.mark.parametrize(("overrides", "message"), REFUSED_ON_RAY)
+def test_refused_before_ray_starts(refusal, overrides, message, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "init", None)
+    status, said = refusal(f"learner.dp_shard=2 cluster.kind=ray {overrides}")
+    assert status == 2
+    assert message in said
+
+
+def test_a_busy_port(refusal):
+    """Known only where the ranks are: they have started, and end."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, said = refusal(f"learner.dp_shard=2 cluster.ports=[{port},{port}]", starts=True)
+    assert status == 1
+    assert f"PortBusy: none of the ports {port} to {port} is free" in said
+    assert "or set cluster.ports" in said
+    assert "Traceback" not in said
+
+
+def test_other_versions(refusal, monkeypatch):
+    monkeypatch.setattr("ratchet.executors.member.versions", lambda: {"protocol": 0, "ratchet": "0", "python": "3"})
+    status, said = refusal("learner.dp_shard=2", starts=True)
+    assert status == 1
+    assert "VersionMismatch: learner rank 0 of 2 on " in said or "VersionMismatch: learner rank 1 of 2 on " in said
+    assert "install the same on all hosts" in said
+
+
+def test_a_model_that_transformers_runs_has_no_parts():
+    from ratchet.assemble import _check_whole
+    from ratchet.errors import ConfigError
+    from ratchet.learners.config import DTensorConfig
+
+    _check_whole(DTensorConfig(dp_shard=4))
+    with pytest.raises(ConfigError, match=r"learner.tensor_parallel=2 .* set it to 1, and learner.dp_shard to the number of"):
+        _check_whole(DTensorConfig(tensor_parallel=2))
