@@ -126,7 +126,7 @@ def test_manifests_run_what_ratchet_takes(manifest):
     assert resume == ["train", "--resume", "/runs/quickstart"]
     recipe, option, run, *overrides = fresh[1:]
     assert (option, run) == ("--run-dir", resume[2])
-    config = load_config(ROOT / Path(recipe).relative_to("/opt/ratchet"), overrides)
+    config = load_config(ROOT / Path(recipe).relative_to("/ratchet"), overrides)
     accelerators = sum(int(pod["resources"]["limits"].get("nvidia.com/gpu", 0)) * count for pod, count in containers(manifest))
     assert config.stages[0].learner.dp_shard == accelerators  # all that there are, each with a rank
 
