@@ -84,6 +84,7 @@ def _clean_up(child: subprocess.Popen[bytes], grace_s: float) -> list[str]:
             time.sleep(0.05)
             if number == signal.SIGKILL:
                 _signal_all(child, number)  # what was forked meanwhile
+    _reap(child)  # what died last: nobody may take it for alive
     return names
 
 
