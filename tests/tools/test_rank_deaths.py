@@ -75,7 +75,8 @@ class Driver:
         until(lambda: not any(stat_of(pid)[19:20] == [birth] for pid, birth in self.born.items()))
         until(lambda: not [name for name in os.listdir(self.folder) if name != self.cache])
         left = set(os.listdir("/dev/shm")) - self.before
-        assert not [name for name in left if name.startswith(("ratchet", "torch", "gloo"))]
+        mine = [name for name in left if name.startswith(("ratchet", "torch", "gloo"))]
+        assert not [name for name in mine if not name.startswith("ratchet-vllm-")]  # tests beside this one make those
 
 
 def stat_of(pid: int) -> list[str]:
