@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from ratchet.executors.guard import guard_me
 from ratchet.executors.serve import log_to, tail_of
 from ratchet.executors.wire import Parcel
 from ratchet.executors.worker import Worker
@@ -36,6 +37,7 @@ class WorkerActor:
 
     def __init__(self) -> None:
         log_to(Path(os.readlink("/proc/self/fd/1")))  # one file for all that it writes
+        guard_me()
         self._worker = Worker()
 
     def answer(self, box: Box) -> tuple[int, Box]:
