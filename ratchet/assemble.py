@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,10 @@ def build_reward(sections: Sequence[Section]) -> Reward | None:
     return composed(sections) if sections else None
 
 
-def build_run(config: RunConfig, index: int, policy: Policy, **around: Any) -> Run:
-    """The run of stage `index`, whose step numbers follow those of the stages before it."""
+def build_run(config: RunConfig, index: int, policy: Policy, *, directory: Path = Path("runs"), **around: Any) -> Run:
+    """The run of stage `index`, whose step numbers follow those of the stages before it. directory: of the run."""
     stage = config.stages[index]
-    plan = plan_of(config, index)
+    plan = replace(plan_of(config, index), directory=directory)
     return make_run(policy, build_arena(stage), construct(stage.algorithm), plan, save_every=stage.checkpoint.every, **around)
 
 
@@ -166,5 +167,4 @@ def plan_of(config: RunConfig, index: int) -> Plan:
         parity=stage.parity,
         algorithm=stage.algorithm,
         link=stage.link,
-        directory=Path(config.run_dir or f"runs/{config.name}"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,7 +50,6 @@ class Policy:
     renderer: Renderer
     generator: Generator
     ranks: Workers | None = None
-    one_host: bool = True  # the ranks', and this process's
 
     @classmethod
     def of(
@@ -73,6 +73,11 @@ class Policy:
         with environment.settings(getattr(section, "environment", {})):
             made = construct(section, model, tokenizer)
         return cls(model, tokenizer, Renderer(tokenizer, template, tool_format=tool_format), made, ranks)
+
+    @property
+    def one_host(self) -> bool:
+        """Whether this process and all ranks are on the same."""
+        return self.ranks is None or set(self.ranks.call_now("host")) == {socket.gethostname()}
 
     def ends(self, sampling: Sampling) -> Sampling:
         """With the ids that end this policy's turn among the stop ids."""

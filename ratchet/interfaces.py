@@ -252,9 +252,18 @@ class Link(Protocol):
 
 
 @runtime_checkable
-class Workers(Protocol):
+class Ranks(Protocol):
+    """Components of one kind, each in a process of its own (or one in this process), that are called together."""
+
+    async def call(self, method: str, /, *arguments: Any) -> list[Any]:
+        """The results by rank; raises what a rank raised, or the error that names the rank that died."""
+        ...
+
+
+@runtime_checkable
+class Workers(Ranks, Protocol):
     """The ranks of one role, each a process with a component of its own (`ratchet.executors.group.WorkerGroup`). Methods run on
-    all ranks at the same time, one after another on each; results are by rank. What a rank raises is raised here."""
+    all ranks at the same time, one after another on each."""
 
     @property
     def size(self) -> int: ...
@@ -279,15 +288,6 @@ class Audits(Protocol):
 
     async def audit(self) -> Sequence[str] | None:
         """The weights that differ, in the learner's order; None where the generator can't show what it has."""
-        ...
-
-
-@runtime_checkable
-class Ranks(Protocol):
-    """Components of one kind, each in a process of its own (or one in this process), that are called together."""
-
-    async def call(self, method: str, /, *arguments: Any) -> list[Any]:
-        """The results by rank; raises what a rank raised, or the error that names the rank that died."""
         ...
 
 

@@ -51,6 +51,11 @@ def make_roles(
     section that the algorithm was made from, for other processes to make it again. Raises ConfigError as `check_roles` does.
     """
     check_roles(model, tokenizer, algorithm)
+    if ranks is None and isinstance(section, DTensorConfig):
+        raise ConfigError(
+            "learner.kind=dtensor trains in processes of a group, and there is none here: give Policy.of the ranks that "
+            "ratchet.assemble.start_ranks makes, or set learner.kind=local"
+        )
     if ranks is not None:
         return _remote_roles(ranks, model, tokenizer, algorithm, spec, section=section, optimizer=optimizer, steps=steps)
     first = next(model.parameters())

@@ -13,7 +13,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
-from ratchet.learners.config import LocalConfig
+from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
@@ -47,6 +47,11 @@ def algorithm(kind, **keys):
 
 def roles_of(net, algo):
     return make_roles(net, TOKENIZER, algo, section=LocalConfig(), optimizer=OptimizerConfig(lr=0.01), steps=1)
+
+
+def test_a_learner_of_several_processes_without_any_is_refused():
+    with pytest.raises(ConfigError, match="there is none here: give Policy.of the ranks that"):
+        make_roles(model(), TOKENIZER, algorithm("sft"), section=DTensorConfig(), optimizer=OptimizerConfig(), steps=1)
 
 
 def batch(rows=ROWS):

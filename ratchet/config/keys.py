@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic.fields import FieldInfo
 
 from ratchet.config.base import Section
-from ratchet.config.kinds import KINDS, Slot, kind_of, section_class
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import Slot, kind_of, section_class
 from ratchet.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ratchet.config.builtin import DEFAULT_KIND
 from ratchet.config.keys import STAGES
-from ratchet.config.kinds import DEFAULT_KIND, section_class
+from ratchet.config.kinds import section_class
 from ratchet.config.problems import Problem, unlike
 from ratchet.config.schema import STAGE_KEYS
 from ratchet.config.tree import Node

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from ratchet.config.kinds import KINDS, section_class
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import section_class
 from ratchet.config.problems import unlike
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
 
@@ -331,6 +332,17 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    kind = getattr(config.cluster, "kind", "")
+    if kind in ("ray", "torchrun") and getattr(stage.learner, "kind", "") == "local":
+        yield _clash(
+            f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this one: set learner.kind=dtensor "
+            "or remove cluster",
+            "cluster.kind",
+            "learner.kind",
+        )
+
+
 def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
@@ -366,4 +378,5 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _redundant,
     _learners,
     _ranks,
+    _cluster,
 )

@@ -47,6 +47,10 @@ class Front:
         self._pump: asyncio.Task[None] | None = None
 
     @property
+    def tokenizer(self) -> TextDecoder | None:
+        return self.entrance.tokenizer
+
+    @property
     def max_context(self) -> int:
         """Tokens of prompt and completion together."""
         return self.entrance.max_context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -89,6 +90,9 @@ class LearnerRank:
         )
         shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload)
         return model
+
+    def host(self) -> str:
+        return socket.gethostname()
 
     # --- a stage
 

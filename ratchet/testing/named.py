@@ -10,7 +10,8 @@ from typing import Any
 from ratchet.algorithms.base import Algorithm
 from ratchet.algorithms.properties import page
 from ratchet.config.base import Section
-from ratchet.config.kinds import KINDS, construct, imported, resolve
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import construct, imported, resolve
 from ratchet.config.section import section_from_words
 from ratchet.errors import ConfigError
 from ratchet.rewards.base import as_reward

@@ -17,6 +17,7 @@ from ratchet.build import Arena, Plan, Policy, make_evaluator, make_score_evalua
 from ratchet.config.kinds import construct
 from ratchet.errors import ConfigError
 from ratchet.learners.columns import SCALARS
+from ratchet.learners.config import LocalConfig
 from ratchet.models.heads import load_head
 from ratchet.tools.target import Target, open_target, require_config
 
@@ -36,7 +37,8 @@ def _evaluate_scores(target: Target, algorithm: Algorithm, plan: Plan, arena: Ar
     head = load_head(target.model, model.hidden_size)
     if head is None:
         raise ConfigError(f"{target.model} has no scalar head, and algorithm {algorithm.name} trains one: give a run of it")
-    scorer = construct(plan.learner, model, head=head.to(next(model.parameters()).device))
+    # Whatever the run trained with: this process has the whole model.
+    scorer = construct(LocalConfig(), model, head=head.to(next(model.parameters()).device))
     evaluator = make_score_evaluator(target.policy, arena, algorithm, plan, scorer)
     if evaluator is None:
         raise ConfigError(NOTHING)

@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -133,35 +133,40 @@ class Session:
                 self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
                 self.command = checkpoint.meta["command"]  # the one that began the run reproduces it
             self.sinks = self._open_sinks(-1 if checkpoint is None else checkpoint.step)
-            policy: Policy | None = None
-            executor = build_executor(self.config)
             try:
-                policy = build_policy(self.config)
-                check_stages(self.config, policy, first=len(self.summaries))
-                policy = replace(policy, ranks=start_ranks(self.config, executor, policy.model))
-                # What is loaded by now stays: the collector would walk all of it again and again, for a third of a small step.
-                gc.collect()
-                gc.freeze()
-                trained: Learner | None = None
-                self._profiled = profiled_stage(self.config, len(self.summaries))
-                for index in range(len(self.summaries), len(self.config.stages)):
-                    trained = await self._stage(index, policy, stop, checkpoint)
-                    if stop.signal is not None:
-                        saved = "Stopped" if self.store.steps() else "Stopped before the first step, so it begins anew"
-                        path = self.directory.path
-                        self.console.print(f"{saved}. Continue with: ratchet train --resume {path}", markup=False)
-                        return 128 + stop.signal
-                    checkpoint = None  # the stages after it start from the model in memory
-                assert trained is not None, "every checkpoint is of a stage: there is one to finish"
-                self._finish(policy, trained)
+                async with AsyncExitStack() as ends:
+                    return await self._stages(await self._policy(ends), stop, checkpoint)
             except BaseException:
                 log.info("the run ends here", exc_info=True)  # a closed terminal would take the reason with it
                 raise
             finally:
                 self.sinks.close()
-                if policy is not None:
-                    await policy.close()
-                executor.close()
+
+    async def _policy(self, ends: AsyncExitStack) -> Policy:
+        """With the processes that train it. ends: closes what is opened here, whatever happens to the rest of it."""
+        executor = build_executor(self.config)
+        ends.callback(executor.close)
+        policy = build_policy(self.config)
+        ends.push_async_callback(policy.close)
+        check_stages(self.config, policy, first=len(self.summaries))
+        return replace(policy, ranks=start_ranks(self.config, executor, policy.model))
+
+    async def _stages(self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> int:
+        # What is loaded by now stays: the collector would walk all of it again and again, for a third of a small step.
+        gc.collect()
+        gc.freeze()
+        trained: Learner | None = None
+        self._profiled = profiled_stage(self.config, len(self.summaries))
+        for index in range(len(self.summaries), len(self.config.stages)):
+            trained = await self._stage(index, policy, stop, checkpoint)
+            if stop.signal is not None:
+                saved = "Stopped" if self.store.steps() else "Stopped before the first step, so it begins anew"
+                path = self.directory.path
+                self.console.print(f"{saved}. Continue with: ratchet train --resume {path}", markup=False)
+                return 128 + stop.signal
+            checkpoint = None  # the stages after it start from the model in memory
+        assert trained is not None, "every checkpoint is of a stage: there is one to finish"
+        self._finish(policy, trained)
         return 0
 
     def _open_sinks(self, keep_through: int) -> Sinks:
@@ -173,7 +178,7 @@ class Session:
     async def _stage(self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> Learner:
         """The learner of the policy, which knows all that belongs to the model."""
         self.store.keep = self.config.stages[index].checkpoint.keep
-        run = build_run(self.config, index, policy, stop=stop)
+        run = build_run(self.config, index, policy, directory=self.directory.path, stop=stop)
         before, self.measures = self.measures, run.evaluator and run.evaluator.measures
         saver = Saver(self.store, run, self.summaries, self.command)
         run.save = saver.save

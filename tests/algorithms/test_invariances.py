@@ -24,7 +24,7 @@ from ratchet.algorithms.losses.base import entropy_bonus
 from ratchet.algorithms.losses.policy import clipped_surrogate
 from ratchet.algorithms.weightings import fixed_length, prompt_mean, sequence_mean, token_mean
 from ratchet.batch import Batch
-from ratchet.config.kinds import KINDS
+from ratchet.config.builtin import KINDS
 from ratchet.data.packing import pack
 from ratchet.testing.named import built_in
 from ratchet.testing.synthetic import Draw, TinyRole

@@ -13,8 +13,9 @@ import pytest
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.algorithms.passes import fill
 from ratchet.config.base import Section
+from ratchet.config.builtin import KINDS
 from ratchet.config.keys import section_of, slot_of
-from ratchet.config.kinds import KINDS, construct, resolve, section_class
+from ratchet.config.kinds import construct, resolve, section_class
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack

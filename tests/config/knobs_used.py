@@ -16,7 +16,8 @@ from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.fake_remote import FakeRemote
 
 from ratchet.assemble import build_reward
-from ratchet.config.kinds import KINDS, construct, resolve, section_class
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import construct, resolve, section_class
 from ratchet.config.schema import OptimizerConfig
 from ratchet.environments.games_config import GameConfig
 from ratchet.errors import DataError

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.config.base import Section
-from ratchet.config.kinds import KINDS, resolve, section_class
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import resolve, section_class
 from ratchet.errors import ConfigError
 
 

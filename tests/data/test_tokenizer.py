@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from ratchet.config.kinds import KINDS, section_class
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import section_class
 from ratchet.data.builtin_tokenizers import (
     SPECIALS,
     build_auto,

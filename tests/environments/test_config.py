@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from ratchet.config.kinds import KINDS, section_class
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import section_class
 from ratchet.data.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.adapters_config import GemConfig, SeededConfig, VerifiersConfig
 from ratchet.environments.code_config import CodeRepairConfig

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ratchet.config.schema import ParityConfig
+from ratchet.data.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import ParityError
 from ratchet.experience.parity import Ends, ParityGate, comparable
@@ -109,6 +110,13 @@ def test_another_tokenizer_is_found():
     batch = world.batch()
     text = world.refused(replace(batch, rollout_logprobs_T=batch.rollout_logprobs_T - 1))
     assert "the cause is: tokenizer (different: policy a1, generator b2)" in text
+
+
+def test_the_engine_shows_its_tokenizer():
+    world, own, theirs = World(), character_tokenizer("0123456789="), character_tokenizer("abc")
+    engine = Engine(EngineConfig(kv_cache_gib=0.01), init_policy(SHAPE, seed=0), theirs)
+    ends = Ends.of(world.learner, engine, world.link, own)
+    assert ends.fingerprints == {"policy": own.fingerprint, "generator": theirs.fingerprint}
 
 
 def test_a_kernel_is_suspected_last_with_the_places_where_it_differs():

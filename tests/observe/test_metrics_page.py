@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ratchet.assemble import build_policy, build_run
-from ratchet.config.kinds import KINDS, construct, resolve
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.experience.measure import measure_groups
 from ratchet.loop import train

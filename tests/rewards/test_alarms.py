@@ -3,7 +3,8 @@ import logging
 
 import pytest
 
-from ratchet.config.kinds import KINDS, construct, resolve
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import construct, resolve
 from ratchet.observe.alarms import RewardAlarms
 from ratchet.rewards.base import PerTrajectory
 from ratchet.testing import answered

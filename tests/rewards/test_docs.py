@@ -6,7 +6,8 @@ import pytest
 import yaml
 from pages import run, written
 
-from ratchet.config.kinds import KINDS, resolve, section_class
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import resolve, section_class
 
 
 @pytest.fixture

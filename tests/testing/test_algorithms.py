@@ -17,7 +17,8 @@ from ratchet.algorithms.losses.policy import reinforce
 from ratchet.algorithms.properties import PROPERTIES
 from ratchet.algorithms.weightings import sequence_mean, token_mean, token_sum
 from ratchet.batch import Batch
-from ratchet.config.kinds import KINDS, section_class
+from ratchet.config.builtin import KINDS
+from ratchet.config.kinds import section_class
 from ratchet.interfaces import Outputs
 from ratchet.testing.algorithms import INVARIANCES, check_algorithm, examine
 from ratchet.testing.named import built_in, properties_page

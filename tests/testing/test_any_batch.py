@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config.kinds import KINDS
+from ratchet.config.builtin import KINDS
 from ratchet.testing.algorithms import CHECKS, INVARIANCES, Case
 from ratchet.testing.named import built_in
 from ratchet.testing.synthetic import Draw

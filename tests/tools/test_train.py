@@ -217,3 +217,12 @@ def test_a_run_never_imports_what_takes_longer_than_torch_itself(recipe, tmp_pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_what_a_link_leaves_lies_in_the_runs_directory(recipe, tmp_path):
+    """And not in the one that the recipe's name suggests, which may be another run's."""
+    run = tmp_path / "elsewhere"
+    link = ["link.kind=files", "learner.kind=dtensor"]
+    done = ratchet("train", recipe, "--run-dir", run, *link, "stages.sft.steps=1", "stages.rl.steps=1")
+    assert done.returncode == 0, done.stderr
+    assert (run / "links").is_dir()

@@ -48,6 +48,7 @@ REFUSED = [
     ("cluster.ports=[80,90]", "cluster.ports.0: 80 must be at least 1024"),
     ("cluster.silence_s=1", "cluster.silence_s: 1 must be at least 5"),
     ("cluster.nodes=2", "cluster.nodes: unknown key"),
+    ("cluster.kind=ray learner.kind=local", "cluster.kind=ray is where processes live, and learner.kind=local trains in this"),
     ("cluster.kind=torchrun", "none of several that torchrun started: start it as torchrun --nproc-per-node N"),
     ("cluster.kind=slurm", "cluster.kind"),
 ]
