@@ -167,4 +167,5 @@ def plan_of(config: RunConfig, index: int) -> Plan:
         parity=stage.parity,
         algorithm=stage.algorithm,
         link=stage.link,
+        colocated=getattr(config.cluster, "colocated", False),
     )

@@ -31,13 +31,14 @@ from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Environment, Generator, Learner, Measures, OffersTools, Placeable, Reward, Workers
+from ratchet.interfaces import Closeable, Environment, Generator, Learner, Measures, OffersTools, Reward, Workers
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
 from ratchet.links.make import Between, make_link
 from ratchet.models.policy import PolicyModel
 from ratchet.roles import longest_row, make_roles
 from ratchet.run import Run
+from ratchet.turns import take_turns
 from ratchet.types import Sampling, Task
 
 
@@ -85,7 +86,7 @@ class Policy:
 
     async def close(self) -> None:
         """Ends what the generator may have started."""
-        if isinstance(self.generator, Placeable):
+        if isinstance(self.generator, Closeable):
             await self.generator.close()
 
 
@@ -115,7 +116,8 @@ class Plan:
 
     batch_size: groups (prompts or rows) a step. examples: distinct training tasks, None for no limit. first_step: where its
     step numbers begin; None goes on from the version that the generator has. algorithm: the section of the stage's algorithm,
-    for learners in other processes. link: its section; None: what fits. directory: where links may leave files.
+    for learners in other processes. link: its section; None: what fits. directory: where links may leave files. colocated:
+    learner and generator use the accelerator by turns.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Plan:
     algorithm: Section | None = None
     link: Section | None = None
     directory: Path = Path("runs")
+    colocated: bool = False
 
 
 def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **around: Any) -> Run:
@@ -149,18 +152,22 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         ranks=policy.ranks,
         spec=plan.algorithm,
     )
+    between = Between(policy.ranks or roles["policy"], policy.generator, directory=plan.directory, one_host=policy.one_host)
+    link = make_link(plan.link or resolve("link", {}), between)
+    readable = longest_row(policy.model, roles)
+    if plan.colocated:
+        roles, generator, link = take_turns(roles, policy.generator, link)
+        policy = replace(policy, generator=generator)
     manager = make_manager(
         policy,
         arena,
         arena.reward,
         plan.rollouts,
-        max_context=longest_row(policy.model, roles),
+        max_context=readable,
         needs_reward=algorithm.reads_reward,
     )
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
-    between = Between(policy.ranks or roles["policy"], policy.generator, directory=plan.directory, one_host=policy.one_host)
-    link = make_link(plan.link or resolve("link", {}), between)
     ends = Ends.of(roles["policy"], policy.generator, link, policy.tokenizer)
     return Run(
         name=plan.name,

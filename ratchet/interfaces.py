@@ -124,10 +124,16 @@ class ShowsWeights(Protocol):
 
 @runtime_checkable
 class Placeable(Protocol):
-    """Whatever holds an accelerator."""
+    """What can leave its accelerator to others, and come back. Both do nothing where it is already so."""
 
     async def onload(self) -> None: ...
     async def offload(self) -> None: ...
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    """What has started or opened something."""
+
     async def close(self) -> None: ...
 
 

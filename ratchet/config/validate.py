@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
 from ratchet.config.builtin import KINDS
+from ratchet.config.conflict import Conflict, clash
 from ratchet.config.kinds import section_class
+from ratchet.config.places import PLACE_CHECKS
 from ratchet.config.problems import unlike
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
-
-Key = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """`keys`: where it can be mended, the likeliest first."""
-
-    keys: tuple[Key, ...]
-    message: str
 
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -32,27 +24,21 @@ def conflicts(config: RunConfig) -> Iterator[Conflict]:
                 yield Conflict(tuple(("stages", index, *key) for key in found.keys), found.message)
 
 
-def _clash(message: str, *keys: str) -> Conflict:
-    return Conflict(tuple(tuple(key.split(".")) for key in keys), message)
-
-
 # --- the model
 
 
 def _model(config: RunConfig) -> Iterator[Conflict]:
     model = config.model
     if model.preset is None and model.path is None:
-        yield _clash("neither model.preset nor model.path is set: set model.preset (say tiny) or model.path", "model")
+        yield clash("neither model.preset nor model.path is set: set model.preset (say tiny) or model.path", "model")
     elif model.preset is not None and model.path is not None:
-        yield _clash(
-            f"model.preset={model.preset} and model.path={model.path} both say which model: remove one", "model.preset"
-        )
+        yield clash(f"model.preset={model.preset} and model.path={model.path} both say which model: remove one", "model.preset")
     elif model.preset is not None:
         yield from _preset(config, model, model.preset)
     elif model.overrides:
-        yield _clash("model.overrides changes a preset, and model.path brings its own shape: remove it", "model.overrides")
+        yield clash("model.overrides changes a preset, and model.path brings its own shape: remove it", "model.overrides")
     if model.trust_remote_code and model.backend == "ratchet":
-        yield _clash(
+        yield clash(
             "model.trust_remote_code is read by transformers alone: remove it, or set model.backend=auto",
             "model.trust_remote_code",
         )
@@ -61,18 +47,18 @@ def _model(config: RunConfig) -> Iterator[Conflict]:
 def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Conflict]:
     known = presets()
     if name not in known:
-        yield _clash(f"there is no preset '{name}'{unlike(name, known)}", "model.preset")
+        yield clash(f"there is no preset '{name}'{unlike(name, known)}", "model.preset")
     shape = shape_fields()
     for key in model.overrides:
         if key not in shape:
-            yield _clash(f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}")
+            yield clash(f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}")
     if model.revision is not None:
-        yield _clash("model.revision belongs to model.path, not to a preset: remove it", "model.revision")
+        yield clash("model.revision belongs to model.path, not to a preset: remove it", "model.revision")
     if model.backend == "transformers":
-        yield _clash("model.backend=transformers can't make a model.preset: set model.backend=auto", "model.backend")
+        yield clash("model.backend=transformers can't make a model.preset: set model.backend=auto", "model.backend")
     tokenizer: Any = config.tokenizer
     if tokenizer.kind == "auto" and tokenizer.path is None:
-        yield _clash(
+        yield clash(
             "tokenizer.kind=auto reads the model's tokenizer, and a model.preset has none: "
             "set tokenizer.kind=characters, bytes or byte_bpe, or tokenizer.path",
             "tokenizer.kind",
@@ -114,7 +100,7 @@ def _one_generator(config: RunConfig) -> Iterator[Conflict]:
 
 def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.batch_size < stage.minibatches:
-        yield _clash(
+        yield clash(
             f"batch_size={stage.batch_size} groups can't be split into algorithm.minibatches={stage.minibatches}: "
             f"set algorithm.minibatches to {stage.batch_size} or less",
             "algorithm.minibatches",
@@ -125,14 +111,14 @@ def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     optimizer = stage.optimizer
     if optimizer.warmup_steps > stage.optimizer_steps:
-        yield _clash(
+        yield clash(
             f"optimizer.warmup_steps={optimizer.warmup_steps} is more than the stage's {stage.optimizer_steps} optimizer steps "
             f"(steps={stage.steps} x minibatches={stage.minibatches} x epochs={stage.epochs}): lower it",
             "optimizer.warmup_steps",
             "steps",
         )
     if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
-        yield _clash(
+        yield clash(
             f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with optimizer.schedule=constant: "
             "set optimizer.schedule=linear or cosine, or remove it",
             "optimizer.min_lr_ratio",
@@ -142,7 +128,7 @@ def _schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _critic(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     warmup = getattr(getattr(stage.algorithm, "critic", None), "warmup_steps", 0)
     if warmup >= stage.steps:
-        yield _clash(
+        yield clash(
             f"algorithm.critic.warmup_steps={warmup} leaves the policy none of the stage's {stage.steps} steps: lower it, or "
             "raise steps",
             "algorithm.critic.warmup_steps",
@@ -155,7 +141,7 @@ def _sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         return
     sampling = stage.sampling
     if sampling.temperature == 0:
-        yield _clash(
+        yield clash(
             f"sampling.temperature=0 makes the {stage.attempts} attempts of a group alike, so that algorithm "
             f"{_kind(stage)} learns nothing: set it above 0 (evaluation has a greedy attempt anyway)",
             "sampling.temperature",
@@ -163,7 +149,7 @@ def _sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         value = getattr(sampling, key)
         if value != off and getattr(stage.algorithm, "correction", None) is None:
-            yield _clash(
+            yield clash(
                 f"sampling.{key}={value:g} cuts tokens from the distribution that algorithm {_kind(stage)} trains on, which "
                 f"needs a rollout correction: set sampling.{key}={off:g}, or algorithm.correction where it has one",
                 f"sampling.{key}",
@@ -178,7 +164,7 @@ def _context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     }
     for key, tokens in asked.items():
         if context is not None and tokens >= context:
-            yield _clash(
+            yield clash(
                 f"{key}={tokens} leaves no room for a prompt in the model's context of {context} tokens: "
                 "lower it, or raise model.overrides.max_positions",
                 key,
@@ -190,14 +176,14 @@ def _evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key in ("every", "samples"):
         value = getattr(evaluation, key)
         if value and not evaluation.tasks:
-            yield _clash(
+            yield clash(
                 f"evaluation.{key}={value} with evaluation.tasks=0 evaluates nothing: "
                 f"set evaluation.tasks, or remove evaluation.{key}",
                 f"evaluation.{key}",
                 "evaluation.tasks",
             )
     if evaluation.samples and evaluation.temperature is None and stage.sampling.temperature == 0:
-        yield _clash(
+        yield clash(
             f"evaluation.samples={evaluation.samples} at sampling.temperature=0 are all alike: set evaluation.temperature",
             "evaluation.samples",
             "sampling.temperature",
@@ -210,7 +196,7 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     shared = any(other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages)
     evaluated = stage.evaluation.tasks > 0 and stage.yardstick == stage.rewards
     if stage.source not in ("rollouts", None) and stage.rewards and not (expected or shared or evaluated):
-        yield _clash(
+        yield clash(
             f"rewards judge attempts, and algorithm {_kind(stage)} makes none: remove rewards, "
             "or set yardstick if they are meant for evaluation",
             "rewards",
@@ -221,7 +207,7 @@ def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key in ("rewards", "yardstick"):
         names = [getattr(reward, "kind", "").rpartition(":")[2] for reward in getattr(stage, key)]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            yield _clash(f"{key} has {name} twice, and their parts would share that name: give it once, with one weight", key)
+            yield clash(f"{key} has {name} twice, and their parts would share that name: give it once, with one weight", key)
 
 
 def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -230,7 +216,7 @@ def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key, off in cutting.items():
         value = getattr(stage.sampling, key)
         if value != off and stage.sampling.temperature > 0 and not getattr(stage.generator, "filters", True):
-            yield _clash(
+            yield clash(
                 f"sampling.{key}={value:g} cuts the distribution, and generator {getattr(stage.generator, 'kind', '')} doesn't "
                 f"say how much it kept, which training needs: set sampling.{key}={off:g}, or generator.kind=engine",
                 f"sampling.{key}",
@@ -246,7 +232,7 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
     if reason := misfit(**sizes, on_cpu=config.device == "cpu"):
-        yield _clash(
+        yield clash(
             f"generator.kind={getattr(stage.generator, 'kind', '')} can't run this model: {reason}", "generator", "model"
         )
 
@@ -257,14 +243,14 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if gives is not None and stage.source is not None and stage.source not in gives:
         # Those that are made of others have what the others have.
         able = [kind for kind in KINDS["played"] if stage.source in getattr(section_class("played", kind), "gives", ())]
-        yield _clash(
+        yield clash(
             f"algorithm {_kind(stage)} learns from {stage.source}, which environment {getattr(stage.environment, 'kind', '')} "
             f"doesn't have: set environment.kind to {' or '.join(able)}",
             "environment.kind",
             "algorithm.kind",
         )
     if getattr(stage.algorithm, "reference_rows", False) and stage.batch_size == 1:
-        yield _clash(
+        yield clash(
             f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to compare an answer with: "
             "set batch_size=2 or more",
             "batch_size",
@@ -274,7 +260,7 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     needed = stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True)
     if needed and not stage.rewards and not getattr(stage.environment, "judges", True):
-        yield _clash(
+        yield clash(
             f"nothing judges the attempts at environment {getattr(stage.environment, 'kind', '')}: set rewards",
             "rewards",
             "environment.kind",
@@ -288,9 +274,9 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     kind = getattr(stage.agent, "kind", "")
     shared = any(other.source in ("rollouts", None) and other.agent == stage.agent for other in config.stages)
     if not shared and not stage.evaluation.tasks:
-        yield _clash(f"agent {kind} plays attempts, and algorithm {_kind(stage)} makes none: remove agent", "agent.kind")
+        yield clash(f"agent {kind} plays attempts, and algorithm {_kind(stage)} makes none: remove agent", "agent.kind")
     if stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True) and not stage.rewards:
-        yield _clash(
+        yield clash(
             f"nothing judges the attempts of agent {kind}, which the steps of environment "
             f"{getattr(stage.environment, 'kind', '')} don't see: set rewards",
             "agent.kind",
@@ -305,42 +291,10 @@ def _redundant(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key in ("redundant_attempts", "redundant_groups"):
         value = getattr(stage.rollouts, key)
         if value:
-            yield _clash(
+            yield clash(
                 f"rollouts.{key}={value} draws more than is kept, and algorithm {_kind(stage)} draws no attempts: remove it",
                 f"rollouts.{key}",
             )
-
-
-def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    first = config.stages[0].learner
-    if stage.learner != first and "dtensor" in (getattr(first, "kind", ""), getattr(stage.learner, "kind", "")):
-        yield _clash(
-            f"learner differs from that of stage {config.stages[0].name}, and processes keep their parts of the model from "
-            "stage to stage: put one learner section at the top of the recipe",
-            "learner",
-        )
-
-
-def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    learner: Any = stage.learner
-    if getattr(learner, "sequence_parallel", False) and learner.tensor_parallel == 1:
-        yield _clash(
-            "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel, which is 1: set that to 2 "
-            "or more, or remove learner.sequence_parallel",
-            "learner.sequence_parallel",
-            "learner.tensor_parallel",
-        )
-
-
-def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    kind = getattr(config.cluster, "kind", "")
-    if kind in ("ray", "torchrun") and getattr(stage.learner, "kind", "") == "local":
-        yield _clash(
-            f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this one: set learner.kind=dtensor "
-            "or remove cluster",
-            "cluster.kind",
-            "learner.kind",
-        )
 
 
 def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -348,7 +302,7 @@ def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
         start = getattr(part, "max_length", longest) - getattr(part, "buffer", 1)
         if start >= longest:
-            yield _clash(
+            yield clash(
                 f"overlong_penalty begins after {start} tokens, and sampling.max_new_tokens={longest} ends every answer "
                 f"before: set max_length to {longest}",
                 f"algorithm.shaping.{index}.max_length",
@@ -376,7 +330,5 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _agent,
     _overlong,
     _redundant,
-    _learners,
-    _ranks,
-    _cluster,
+    *PLACE_CHECKS,
 )

@@ -14,6 +14,7 @@ class EngineConfig(Section):
     """Our own engine: it runs in this process, on the very weights that the learner trains."""
 
     builds: ClassVar[str] = "ratchet.generators.engine.engine:Engine"
+    placeable: ClassVar[bool] = False  # it has no weights of its own to take away
 
     kind: Literal["engine"] = "engine"
     max_running: int = Field(1024, ge=1, description="Requests that are generated at the same time; the others wait.")
@@ -38,6 +39,7 @@ class HFConfig(Section):
     """Any causal language model of transformers, in this process: slower than the engine, for models that it can't run."""
 
     builds: ClassVar[str] = "ratchet.generators.hf:HFGenerator"
+    placeable: ClassVar[bool] = False  # it has no weights of its own to take away
 
     kind: Literal["hf"] = "hf"
     max_running: int = Field(64, ge=1, description="Requests of one padded batch; the next batch starts when it has ended.")

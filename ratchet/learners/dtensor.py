@@ -27,6 +27,7 @@ from ratchet.learners.mesh import Mesh
 from ratchet.learners.optimizer import AdamW
 from ratchet.learners.pace import Pace
 from ratchet.learners.pipeline import Pipeline
+from ratchet.learners.residence import Residence
 from ratchet.models.collectives import sum_forward
 from ratchet.models.heads import ScalarHead
 from ratchet.models.moe import Experts
@@ -123,6 +124,7 @@ class DTensorLearner:
         if optimizer is not None:
             self.optimizer = AdamW([(item.name, item.parameter) for item in self.held], optimizer, local=local)
             self.pace = Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+        self._residence = Residence([model, head], self.optimizer)
 
     # --- computing
 
@@ -203,6 +205,12 @@ class DTensorLearner:
                 module.reshard()
 
     # --- weights and state
+
+    def onload(self) -> None:
+        self._residence.enter()
+
+    def offload(self) -> None:
+        self._residence.leave()
 
     def weights(self) -> Iterator[Shard]:
         """This rank's blocks; those that several ranks hold come from the first of them only."""

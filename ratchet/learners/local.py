@@ -23,12 +23,13 @@ from ratchet.learners.forward import Forward, logits_mib
 from ratchet.learners.optimizer import AdamW
 from ratchet.learners.pace import Pace
 from ratchet.learners.plan import most_tokens, plan_microbatches, weighing_rows
+from ratchet.learners.residence import Residence
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.policy import PolicyModel
 
 
 class LocalLearner:
-    """Implements `Learner` for a `PolicyModel` in this process.
+    """Implements `Learner` and `Placeable` for a `PolicyModel` in this process.
 
     model: holds float32 (master) weights; on an accelerator the forward runs under bfloat16 autocast when `autocast`.
     optimizer: None makes a frozen role (a reference), which can only score. total_steps: optimizer steps of the schedule.
@@ -60,6 +61,7 @@ class LocalLearner:
         # The first one's gradients are those that the optimizer reads.
         self.hands = [own, *(own.twin() for _ in range(self.crew.size - 1))] if optimizer else [own] * self.crew.size
         self.optimizer = None if optimizer is None else AdamW(own.parameters(), optimizer)
+        self._residence = Residence([model, head], self.optimizer)
         self.pace = None if optimizer is None else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
 
     # --- scoring
@@ -130,6 +132,12 @@ class LocalLearner:
         return plan_microbatches(batch, max_tokens=limit, unit=self.unit, shares=shares, hands=self.crew.size)
 
     # --- weights and state
+
+    async def onload(self) -> None:
+        self._residence.enter()
+
+    async def offload(self) -> None:
+        self._residence.leave()
 
     def weights(self) -> Iterator[Shard]:
         for name, tensor in self.model.canonical_weights():

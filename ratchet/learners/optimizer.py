@@ -71,6 +71,11 @@ class AdamW:
         for _, p in self.named:
             p.grad = None
 
+    def to(self, device: torch.device) -> None:
+        for moments in self.state.values():
+            for key, moment in moments.items():
+                moments[key] = moment.to(device)
+
     def load(self, state: Mapping[str, Moments]) -> None:
         """Raises CheckpointError for a state of other parameters."""
         unknown = set(map(str, state)) - {name for name, _ in self.named}

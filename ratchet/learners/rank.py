@@ -153,6 +153,12 @@ class LearnerRank:
         """Hands the policy's blocks to one end of a link: `sender` is "module:function", called with (blocks, rank, world)."""
         return imported(sender)(self.learners["policy"].weights(), self.mesh.rank, self.mesh.topology.world, **options)
 
+    def onload(self, role: str) -> None:
+        self.learners[role].onload()
+
+    def offload(self, role: str) -> None:
+        self.learners[role].offload()
+
     def save(self, role: str, directory: str) -> None:
         self.learners[role].save(Path(directory))
 

@@ -19,8 +19,8 @@ from ratchet.learners.topology import topology_of
 
 
 class RemoteLearner:
-    """Implements `Learner` on ranks whose components are `LearnerRank`s. role: which of their learners it is. device: the kind
-    that they compute on. unit: what a micro-batch never splits."""
+    """Implements `Learner` and `Placeable` on ranks whose components are `LearnerRank`s. role: which of their learners it is.
+    device: the kind that they compute on. unit: what a micro-batch never splits."""
 
     def __init__(
         self,
@@ -77,6 +77,12 @@ class RemoteLearner:
         """Through this process, a rank after the other."""
         for blocks in self.ranks.call_now("weights", self.role):
             yield from blocks
+
+    async def onload(self) -> None:
+        await self.ranks.call("onload", self.role)
+
+    async def offload(self) -> None:
+        await self.ranks.call("offload", self.role)
 
     def save(self, directory: Path) -> None:
         self.ranks.call_now("save", self.role, str(directory))

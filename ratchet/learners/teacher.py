@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.interfaces import Learner, LossTerm, Shard
+from ratchet.interfaces import Learner, LossTerm
+from ratchet.learners.around import Around
 
 
-class Teacher:
+class Teacher(Around):
     """Implements `Learner` around one that never updates. A checkpoint leaves it out: the recipe names its directory.
 
     max_positions: tokens that it can read. vocab_size: rows of its embedding. reads_rows: whether it is asked about the rows
@@ -24,7 +25,8 @@ class Teacher:
     reads_rows: ClassVar[bool] = True
 
     def __init__(self, inner: Learner, *, name: str = "teacher", max_positions: int, vocab_size: int) -> None:
-        self.inner, self.name = inner, name
+        super().__init__(inner)
+        self.name = name
         self.max_positions, self.vocab_size = max_positions, vocab_size
 
     async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
@@ -42,12 +44,6 @@ class Teacher:
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         raise AssertionError("a teacher was asked to update")
 
-    def weights(self) -> Iterator[Shard]:
-        return self.inner.weights()
-
     def save(self, directory: Path) -> None: ...
 
     def load(self, directory: Path) -> None: ...
-
-    def export(self, directory: Path) -> None:
-        self.inner.export(directory)

@@ -181,3 +181,5 @@ class FakeLink:
 
     async def push(self, version: int) -> None:
         self.pushed.append(version)
+
+    async def close(self) -> None: ...

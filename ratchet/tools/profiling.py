@@ -14,6 +14,7 @@ from ratchet.batch import Batch
 from ratchet.build import Policy
 from ratchet.config.schema import RunConfig
 from ratchet.interfaces import Learner, LossTerm
+from ratchet.learners.around import Around
 from ratchet.observe.profile import Profiler, Subject
 from ratchet.run import Run
 
@@ -73,28 +74,17 @@ def _subject(run: Run, policy: Policy, config: RunConfig, roles: Mapping[str, Co
     )
 
 
-class Counting:
-    """Implements `Learner` around one, and counts the tokens that it is given."""
+class Counting(Around):
+    """Counts the tokens that a learner is given."""
 
     def __init__(self, inner: Learner) -> None:
-        self.inner, self.tokens = inner, 0
+        super().__init__(inner)
+        self.tokens = 0
 
     async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Any]:
         self.tokens += batch.n_tokens
-        return await self.inner.score(batch, wanted, top_k=top_k)
+        return await super().score(batch, wanted, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         self.tokens += mini.n_tokens
-        return await self.inner.update(mini, terms)
-
-    def weights(self) -> Iterator[Any]:
-        return self.inner.weights()
-
-    def save(self, directory: Path) -> None:
-        self.inner.save(directory)
-
-    def load(self, directory: Path) -> None:
-        self.inner.load(directory)
-
-    def export(self, directory: Path) -> None:
-        self.inner.export(directory)
+        return await super().update(mini, terms)

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
         "fails_to_start sync",
         "fails_to_start async",
         "trains_as_the_engine_does",
+        "takes_turns",
     ],
 )
 def test_play(play):

@@ -375,6 +375,39 @@ async def trains_as_the_engine_does():
     assert abs(theirs[1] - ours[1]) < 0.1
 
 
+async def takes_turns():
+    """With the learner, on what would be one accelerator: it sleeps whenever the learner works, which changes nothing."""
+    more = ["generator.kind=vllm", "generator.kv_cache_gib=0.1", "generator.enforce_eager=true", "stages.sft.steps=5"]
+    more += ["stages.grpo.steps=3", "evaluation.tasks=16"]
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(RECIPE)
+        apart = await rewards(load_config(recipe, more))
+        together = await rewards(load_config(recipe, [*more, "cluster.colocated=true"]))
+    assert together == pytest.approx(apart, abs=0.05)  # vLLM's sums depend on who else is in a batch
+
+
+async def rewards(config):
+    found = []
+    made = build_policy(config)
+    sleeps, sleep = [], made.generator.offload
+
+    async def counted():
+        sleeps.append(made.generator.version)
+        await sleep()
+
+    made.generator.offload = counted
+    try:
+        for index in range(len(config.stages)):
+            run = build_run(config, index, made, observers=[lambda step, numbers: found.append(numbers.get("rollout/reward"))])
+            await train(run)
+            await run.close()
+    finally:
+        await made.close()
+    assert len(set(sleeps)) == (9 if config.cluster.colocated else 0), sleeps
+    return found[5:]
+
+
 async def accuracies(config):
     """Greedy, after each stage."""
     made = build_policy(config)

@@ -1,0 +1,19 @@
+"""Keys of a recipe that don't go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """`keys`: where it can be mended, the likeliest first."""
+
+    keys: tuple[Key, ...]
+    message: str
+
+
+def clash(message: str, *keys: str) -> Conflict:
+    return Conflict(tuple(tuple(key.split(".")) for key in keys), message)

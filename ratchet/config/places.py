@@ -1,0 +1,69 @@
+"""Checks across keys: where learners, generators and links live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ratchet.config.base import Section
+from ratchet.config.conflict import Conflict, clash
+from ratchet.config.schema import RunConfig, StageConfig
+
+
+def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    first = config.stages[0].learner
+    if stage.learner != first and "dtensor" in (_kind(first), _kind(stage.learner)):
+        yield clash(
+            f"learner differs from that of stage {config.stages[0].name}, and processes keep their parts of the model from "
+            "stage to stage: put one learner section at the top of the recipe",
+            "learner",
+        )
+
+
+def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    learner: Any = stage.learner
+    if getattr(learner, "sequence_parallel", False) and learner.tensor_parallel == 1:
+        yield clash(
+            "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel, which is 1: set that to 2 "
+            "or more, or remove learner.sequence_parallel",
+            "learner.sequence_parallel",
+            "learner.tensor_parallel",
+        )
+
+
+def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    kind = _kind(config.cluster)
+    if kind in ("ray", "torchrun") and _kind(stage.learner) == "local":
+        yield clash(
+            f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this one: set learner.kind=dtensor "
+            "or remove cluster",
+            "cluster.kind",
+            "learner.kind",
+        )
+
+
+def _turns(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Weights that are sent lie in main memory then."""
+    if not getattr(config.cluster, "colocated", False):
+        return
+    if not getattr(stage.generator, "placeable", True):
+        yield clash(
+            "cluster.colocated lets learner and generator use accelerators by turns, and "
+            f"generator.kind={_kind(stage.generator)} never leaves its own: set it to vllm, or remove cluster.colocated",
+            "cluster.colocated",
+            "generator.kind",
+        )
+    if _kind(stage.link) == "cuda_ipc" or getattr(stage.link, "backend", "") == "nccl":
+        yield clash(
+            "cluster.colocated sends weights from main memory, where the learner's are in the generator's turn, and this link "
+            "takes them from an accelerator: set link.kind=auto",
+            "cluster.colocated",
+            "link.kind",
+        )
+
+
+def _kind(section: Section) -> str:
+    return getattr(section, "kind", "")
+
+
+PLACE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (_learners, _ranks, _cluster, _turns)
