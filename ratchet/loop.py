@@ -25,5 +25,5 @@ async def train(run: Run) -> None:
                     run.measure(role, await roles[role].update(weighed, algo.losses[role]))
         algo.observe(state, run.measured)
         with run.phase("sync"):
-            await run.link.push(version=step + 1)  # learner -> generator
+            await run.sync(version=step + 1)  # learner -> generator
         await run.after(step, groups)  # acknowledge, log, evaluate, save

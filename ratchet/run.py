@@ -71,6 +71,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     profiler: Profiler | None = None
     parity: ParityGate | None = None
+    _unsent: int | None = None  # the version that the generator lacks
     _updates: list[dict[str, float]] = field(default_factory=list)  # of the step in progress
     _step_started: float = 0.0
 
@@ -112,6 +113,17 @@ class Run:
         names = dict.fromkeys(name for update in self._updates for name in update)
         return {name: fmean(update[name] for update in self._updates if name in update) for name in names}
 
+    async def sync(self, version: int) -> None:
+        """Gives the generator the learner's weights: now where steps sample from them, else before an evaluation asks it."""
+        self._unsent = version
+        if self.algorithm.source == "rollouts":
+            await self._send()
+
+    async def _send(self) -> None:
+        if self._unsent is not None:
+            await self.link.push(version=self._unsent)
+            self._unsent = None
+
     async def after(self, step: int, groups: Sequence[Group]) -> None:
         self.batcher.ack(groups, step)
         seconds = time.monotonic() - self._step_started
@@ -139,6 +151,7 @@ class Run:
 
     async def evaluate(self) -> dict[str, float]:
         """What the weights reach on held-out tasks as they are now; {} for a run without an evaluator."""
+        await self._send()
         if self.evaluator is None:
             return {}
         numbers = (await self.evaluator.run()).numbers()

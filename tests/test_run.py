@@ -15,7 +15,7 @@ from ratchet.experience.batcher import Batcher
 from ratchet.loop import train
 from ratchet.run import Run
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.testing.fakes import FakeSource
+from ratchet.testing.fakes import FakeLink, FakeSource
 from ratchet.types import Group, Scored
 
 SORTING = {"kind": "sorting"}
@@ -62,3 +62,12 @@ def test_a_supervised_step_is_never_silent():
     run = run_of(construct(resolve("algorithm", {"kind": "sft"})), [make_group("g", [make_trajectory([65], [66])])])
     asyncio.run(train(run))
     assert run.progress.silent_steps == 0
+
+
+@pytest.mark.parametrize(("kind", "pushed"), [("sft", [2, 4, 5]), ("grpo", [1, 2, 3, 4, 5])])
+def test_weights_are_sent_when_somebody_reads_them(kind: str, pushed: list[int]):
+    """Before every step that samples; where rows are given, before an evaluation, and at the end."""
+    run = run_of(construct(resolve("algorithm", {"kind": kind})), [SAME] * 5)
+    run.link, run.evaluate_every = FakeLink(), 2
+    asyncio.run(train(run))
+    assert run.link.pushed == pushed
