@@ -22,7 +22,7 @@ from ratchet.interfaces import LossTerm, Shard
 from ratchet.learners.columns import Head, Wanted, token_columns
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.forward import Forward, logits_mib
-from ratchet.learners.held import complete_gradients, global_norm, held_parameters, local, scale_gradients
+from ratchet.learners.held import complete_gradients, fill_held, global_norm, held_parameters, local, scale_gradients
 from ratchet.learners.mesh import Mesh
 from ratchet.learners.optimizer import AdamW
 from ratchet.learners.pace import Pace
@@ -138,11 +138,11 @@ class DTensorLearner:
         forward, pipeline = self.forward, self.pipeline
         if pipeline is None:
             return [forward.score(micro, wanted, top_k=top_k) for micro in micros]
-        asked = Wanted.among(wanted, top_k=top_k, shared=forward.shared_vocab)
         with torch.no_grad():
             moved = [micro.to(forward.device, forward.dtype) for micro in micros]
             hidden = pipeline.hidden(moved)
-            return [forward.columns(micro, states, wanted, asked) for micro, states in zip(moved, hidden, strict=False)]
+        found = zip(moved, hidden, strict=False)  # the last stage's alone
+        return [forward.score(micro, wanted, top_k=top_k, hidden_Td=states) for micro, states in found]
 
     def update(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> Mapping[str, float]:
         """One optimizer step on the micro-batches of all ranks. None at all: a step that is skipped."""
@@ -226,10 +226,7 @@ class DTensorLearner:
     def load(self, directory: Path) -> None:
         """What any number of ranks saved. Raises CheckpointError where something is missing."""
         stored = Blocks(directory)
-        with torch.no_grad():
-            for item in self.held:
-                for block in item.blocks(item.local):
-                    block.tensor.copy_(stored.read(block.name, block.offsets, block.tensor.shape))
+        fill_held(self.held, stored.read)
         if self.optimizer is not None and self.pace is not None:
             self.pace.taken, self.pace.bad = stored.numbers["taken"], stored.numbers["bad"]
             self.optimizer.load(self._moments(stored))

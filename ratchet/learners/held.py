@@ -24,6 +24,7 @@ from ratchet.models.spread import SpreadPolicy
 class Held:
     """rows: of the whole parameter that lie here, where FSDP divides it; None: all of them. copies: ranks that hold the same
     block. partial: groups whose ranks have a summand of the gradient each, beside those over which FSDP has summed it.
+    excess: what its gradient is to be divided by: FSDP averages that of experts over fewer ranks than a loss is multiplied for.
     first: whether this rank speaks for all that hold the same."""
 
     name: str

@@ -95,8 +95,9 @@ class LearnerRank:
     def begin(self, roles: Mapping[str, RoleSpec], algorithm: Mapping[str, Any]) -> None:
         """Makes the learners of a stage. algorithm: the values of its section, from which every rank makes its losses."""
         self.algorithm = construct(resolve("algorithm", algorithm))
-        made = {name: self._learner(name, spec) for name, spec in roles.items()}
-        self.learners = made
+        self.learners.clear()  # else those of the last stage would be in memory beside the new ones
+        for name, spec in roles.items():
+            self.learners[name] = self._learner(name, spec)
 
     def _learner(self, name: str, spec: RoleSpec) -> DTensorLearner:
         model = self.policy if name == "policy" else self._copy() if spec.origin is None else self._load(spec.origin)
