@@ -7,6 +7,7 @@ Losses and gradients are sums, as everywhere. FSDP averages over its ranks, so a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,8 @@ class RankForward(Forward):
 
     @property
     def language_head(self) -> Head:
-        head, model = super().language_head, self.model
-        vocabulary = model.vocabulary if isinstance(model, SpreadPolicy) else None
-        return head if vocabulary is None else Head(head.logits, head.size, head.chunk_rows, vocabulary)
+        head, vocabulary = super().language_head, self.model.vocabulary
+        return head if vocabulary is None else replace(head, vocabulary=vocabulary)
 
     def predictions(self, micro: Batch, hidden_Td: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         own = self._own(micro)

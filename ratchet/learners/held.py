@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ratchet.interfaces import Shard
 from ratchet.learners.mesh import Mesh
+from ratchet.models.by_plan import Divided
 from ratchet.models.collectives import Group
 from ratchet.models.heads import ScalarHead
 from ratchet.models.layout import Piece, divided, pieces, shards
@@ -99,7 +100,7 @@ def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> 
     else:
         for name, parameter in model.named_parameters():
             short = name.partition(".")[2]  # as the model itself calls it
-            made.append(_held(short, parameter, _whole(short, parameter), mesh, ()))
+            made.append(_of_plan(short, parameter, mesh, model.divided))
     for name, parameter in () if head is None else head.named_parameters():
         made.append(_held(f"head.{name}", parameter, _whole(f"head.{name}", parameter), mesh, ()))
     return made
@@ -120,6 +121,14 @@ def _of_decoder(
     # The last stage has the embedding too, as its head.
     first = made.first and mesh.at.pipeline == 0
     return replace(made, partial=(*partial, mesh.ends), copies=made.copies * 2, first=first)
+
+
+def _of_plan(name: str, parameter: nn.Parameter, mesh: Mesh, divided: Divided | None) -> Held:
+    if divided is None or mesh.tensor is None:
+        return _held(name, parameter, _whole(name, parameter), mesh, ())
+    if name in divided.blocks:
+        return _held(name, parameter, (divided.blocks[name],), mesh, (), divided=True)
+    return _held(name, parameter, _whole(name, parameter), mesh, (mesh.tensor,) if name in divided.partial else ())
 
 
 def _held(

@@ -84,9 +84,12 @@ class LearnerRank:
     def _transformers(self, origin: Origin) -> PolicyModel:
         from ratchet.models.auto import TransformersPolicy
 
-        model = TransformersPolicy.load(
-            origin.directory(), dtype=self.dtype, device=self.device, trust_remote_code=origin.trust_remote_code
-        )
+        # Whole in main memory first, where every rank reads it: the device gets a rank's part alone.
+        model = TransformersPolicy.load(origin.directory(), dtype=self.dtype, trust_remote_code=origin.trust_remote_code)
+        if self.mesh.tensor is not None:
+            model.divide(self.mesh.tensor, self.device)
+        if self.mesh.fsdp is None:
+            model.to(self.device)
         shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload)
         return model
 

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from learners.ranks import run_ranks
-from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, assembled, columns_of, weighed
+from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, check_alike
 
 from ratchet.learners.topology import Topology
 
@@ -57,19 +57,8 @@ def expected(name):
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_ranks_compute_what_one_process_does(kind, name):
-    shape, (metrics, weights, columns) = SHAPES[kind], expected(kind)
+    shape = SHAPES[kind]
     topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
     world = Topology(**topology).world
     results = run_ranks(world, "learners.spread_cases:spread", topology, shape, STEPS, options, torch.float64)
-    places = list(Topology(**topology).coordinates())
-    for step in range(STEPS):
-        for found, *_ in (result for result, at in zip(results, places, strict=True) if Topology(**topology).answers(at)):
-            assert found[step].keys() == metrics[step].keys()
-            for key, value in metrics[step].items():
-                assert found[step][key] == pytest.approx(value, rel=1e-6, abs=1e-9), (step, key)
-    whole = assembled(results)
-    assert whole.keys() | {"head.weight"} == weights.keys()
-    for key, tensor in whole.items():
-        torch.testing.assert_close(tensor, weights[key], rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
-    for key, column in columns_of(results, weighed(0)[0]).items():
-        torch.testing.assert_close(column, columns[key], rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
+    check_alike(results, topology, expected(kind))
