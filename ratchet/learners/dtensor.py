@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ratchet.batch import Batch
 from ratchet.checkpoint.blocks import Blocks, save_blocks
@@ -37,18 +37,29 @@ from ratchet.models.spread import SpreadPolicy
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def shard_model(model: nn.Module, units: Sequence[nn.Module], mesh: Mesh, *, offload: bool = False) -> None:
-    """Divides the parameters over the ranks that share a gradient. units: whose weights are fetched one after the other."""
+def shard_model(
+    model: nn.Module, units: Sequence[nn.Module], mesh: Mesh, *, offload: bool = False, autocast: bool = False
+) -> None:
+    """Divides matrices over the ranks that share a gradient; vectors are small, and each rank keeps them whole. units: whose
+    weights are fetched one after the other.
+
+    autocast: whether forwards run under it. Then matrices of the units travel in bfloat16, to which it would round them anyway;
+    those around the units (the language head!), each rank's own share and sums of gradients stay as they are.
+    """
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    apart: set[nn.Parameter] = set()
+    # Hidden states between the layers stay in float32, as under autocast alone.
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    precision = half if autocast else MixedPrecisionPolicy()
+    apart = {parameter for parameter in model.parameters() if parameter.dim() < 2}
     if mesh.experts is not None:
         for experts in (module for module in model.modules() if isinstance(module, Experts)):
             apart.update(experts.parameters())
             if mesh.expert_fsdp is not None:
-                fully_shard(experts, mesh=mesh.expert_fsdp, offload_policy=policy)
+                fully_shard(experts, mesh=mesh.expert_fsdp, offload_policy=policy, mp_policy=precision)
     if mesh.fsdp is not None:
-        for unit in (*units, model):
-            fully_shard(unit, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart)
+        for unit in units:
+            fully_shard(unit, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart, mp_policy=precision)
+        fully_shard(model, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart)
 
 
 class RankForward(Forward):
@@ -117,8 +128,11 @@ class DTensorLearner:
         self.forward = RankForward(model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab)
         self.held = held_parameters(model, head, mesh)
         self.pipeline = None
-        if isinstance(model, SpreadPolicy) and mesh.pipeline is not None:
-            self.pipeline = Pipeline(mesh, model, self.forward.dtype, autocast=autocast)
+        if isinstance(model, SpreadPolicy):
+            for stage in model.runs:
+                stage.autocast = autocast  # a pipeline runs them where `Forward` has no say
+            if mesh.pipeline is not None:
+                self.pipeline = Pipeline(mesh, model, self.forward.dtype)
         self.optimizer, self.pace = None, None
         if optimizer is not None:
             self.optimizer = AdamW([(item.name, item.parameter) for item in self.held], optimizer, local=local)

@@ -25,7 +25,8 @@ from ratchet.models.spread import SpreadPolicy
 class Held:
     """rows: of the whole parameter that lie here, where FSDP divides it; None: all of them. copies: ranks that hold the same
     block. partial: groups whose ranks have a summand of the gradient each, beside those over which FSDP has summed it.
-    excess: what its gradient is to be divided by: FSDP averages that of experts over fewer ranks than a loss is multiplied for.
+    excess: what its gradient is to be divided by, as a loss is multiplied by the number of ranks over which FSDP averages: of
+    experts these are fewer, and of vectors, which it leaves alone, none.
     first: whether this rank speaks for all that hold the same."""
 
     name: str
@@ -142,11 +143,13 @@ def _held(
     of_experts: bool = False,
 ) -> Held:
     """divided: over the tensor-parallel ranks."""
+    excess = mesh.topology.experts if of_experts else 1
+    if parameter.dim() < 2 and mesh.sums is not None:  # which FSDP leaves alone
+        partial, excess = (*partial, mesh.sums), mesh.topology.summands
     share = mesh.expert_share if of_experts else mesh.share
     rows = own_rows(parameter, share)
     copies = mesh.topology.replicas * (1 if divided else mesh.topology.tensor) * (share.of if rows is None else 1)
     first = mesh.at.replica == 0 and (divided or mesh.at.tensor == 0) and (rows is not None or share.index == 0)
-    excess = mesh.topology.experts if of_experts else 1
     return Held(name, parameter, where, rows, copies, partial, excess, first)
 
 

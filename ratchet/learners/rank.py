@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ratchet.algorithms.base import Algorithm, Term
 from ratchet.batch import Batch
@@ -48,6 +49,7 @@ class LearnerRank:
         """learner: the values of a `DTensorConfig`. double: in float64. Joins the other ranks, and loads the model's part."""
         self.config = DTensorConfig.model_validate(dict(learner))
         self.device, self.dtype = torch.device(seat.device), torch.float64 if double else torch.float32
+        self.autocast = self.device.type == "cuda"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group(
@@ -70,15 +72,24 @@ class LearnerRank:
         fill_held(held_parameters(model, None, self.mesh), origin.reader())
         return model
 
-    def _part(self, shape: Any) -> SpreadPolicy:
+    def _part(self, shape: Any) -> PolicyModel:
         """Divided, its weights uninitialised."""
         mesh = self.mesh
         spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=self.config.sequence_parallel)
         chunks = self.config.pipeline_chunks if mesh.topology.pipeline > 1 else 1
         model = SpreadPolicy(shape, spread, device="meta", dtype=self.dtype, chunks=chunks)
         for stage in model.runs:
-            shard_model(stage, list(stage.decoder.layers.values()), mesh, offload=self.config.cpu_offload)
+            shard_model(
+                stage, list(stage.decoder.layers.values()), mesh, offload=self.config.cpu_offload, autocast=self.autocast
+            )
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
+        return self._settled(model)
+
+    def _settled(self, model: PolicyModel) -> PolicyModel:
+        """What FSDP leaves alone is on the device, wherever the rest lies between uses."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(self.device)
         return model
 
     def _transformers(self, origin: Origin) -> PolicyModel:
@@ -88,10 +99,8 @@ class LearnerRank:
         model = TransformersPolicy.load(origin.directory(), dtype=self.dtype, trust_remote_code=origin.trust_remote_code)
         if self.mesh.tensor is not None:
             model.divide(self.mesh.tensor, self.device)
-        if self.mesh.fsdp is None:
-            model.to(self.device)
-        shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload)
-        return model
+        shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload, autocast=self.autocast)
+        return self._settled(model)
 
     # --- a stage
 
@@ -115,7 +124,7 @@ class LearnerRank:
             optimizer=spec.optimizer,
             total_steps=spec.total_steps,
             head=head,
-            autocast=self.device.type == "cuda",
+            autocast=self.autocast,
             shared_vocab=spec.shared_vocab,
         )
 

@@ -12,6 +12,7 @@ from ratchet.algorithms.config.policy_gradient import PPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
+from ratchet.errors import ModelError
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.dispatch import deal, gather_columns
 from ratchet.learners.dtensor import DTensorLearner, shard_model
@@ -100,12 +101,12 @@ def made(mesh, shape, dtype, config, autocast=False):
         policy = whole
         if mesh.tensor is not None:
             policy.divide(mesh.tensor, "cpu")
-        shard_model(policy, policy.layers(), mesh)
+        shard_model(policy, policy.layers(), mesh, autocast=autocast)
     else:
         spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel)
         policy = SpreadPolicy(shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks)
         for stage in policy.runs:
-            shard_model(stage, list(stage.decoder.layers.values()), mesh)
+            shard_model(stage, list(stage.decoder.layers.values()), mesh, autocast=autocast)
     shard_model(head, [], mesh)
     learner = DTensorLearner(config, mesh, policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast)
 
@@ -171,3 +172,32 @@ def check_alike(results, topology, expected, *, rtol=1e-6):
     scored = columns_of(results, weighed(0)[0])
     for key, tensor, wanted in [(k, whole[k], weights[k]) for k in whole] + [(k, scored[k], columns[k]) for k in scored]:
         torch.testing.assert_close(tensor, wanted, rtol=rtol, atol=rtol / 10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def precisions(rank, shape):
+    """On one of two ranks under autocast: (dtype of each parameter where a layer uses it, dtypes of what the rank holds)."""
+    mesh, seen = Mesh(Topology(shards=2), "cpu"), {}
+    learner = made(mesh, shape, torch.float32, DTensorConfig(dp_shard=2), autocast=True)
+
+    def note(path):
+        return lambda module, *_: seen.update({f"{path}.{n}": p.dtype for n, p in module.named_parameters(recurse=False)})
+
+    for path, module in learner.model.stages[0].decoder.named_modules():
+        module.register_forward_hook(note(path))
+    learner.score([micro.batch for micro in micros_of(mesh, weighed(0)[0])], ["logprobs"])
+    return seen, {item.local.dtype for item in learner.held}
+
+
+def refusals(rank, directory, changes):
+    """What a rank says of a model whose plan is changed by each of these tables of rules; None takes a rule away."""
+    from ratchet.models.auto import TransformersPolicy
+
+    group, said = Mesh(Topology(tensor=2), "cpu").tensor, []
+    for rules in changes:
+        policy = TransformersPolicy.load(directory)
+        changed = {**policy.model.tp_plan, **rules}
+        policy.model.tp_plan = {rule: style for rule, style in changed.items() if style is not None}
+        with pytest.raises(ModelError) as caught:
+            policy.divide(group, "cpu")
+        said.append(str(caught.value))
+    return said

@@ -71,3 +71,20 @@ def test_ranks_compute_what_one_process_does(directory, expected, kind, name):
     results = run_ranks(world, "learners.spread_cases:spread", topology, directory(kind), STEPS, options, torch.float64)
     # Some norms of transformers round to float32 whatever comes.
     check_alike(results, topology, expected(kind), rtol=1e-6 if kind == "gpt_neox" else 1e-5)
+
+
+CHANGES = [
+    (
+        {"model.layers.*.self_attn.q_norm": None},
+        "changes what it computes (model.layers.0.self_attn.q_norm.weight): set learner",
+    ),
+    ({"model.layers.*.mlp.down_proj": None}, "can't be followed ("),
+    ({"lm_head": None, "model.embed_tokens": "embedding_rowwise"}, "divides weights that other modules share: set"),
+]
+
+
+def test_a_plan_that_changes_the_model_is_refused(directory):
+    rules, messages = zip(*CHANGES, strict=True)
+    for said in run_ranks(2, "learners.spread_cases:refusals", directory("qwen3"), rules):
+        for error, message in zip(said, messages, strict=True):
+            assert message in error

@@ -62,3 +62,21 @@ def test_ranks_compute_what_one_process_does(kind, name):
     world = Topology(**topology).world
     results = run_ranks(world, "learners.spread_cases:spread", topology, shape, STEPS, options, torch.float64)
     check_alike(results, topology, expected(kind))
+
+
+@pytest.mark.parametrize("kind", ["tied", pytest.param("sparse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("pp2 x fsdp2", marks=pytest.mark.slow)])
+def test_under_autocast_ranks_compute_what_one_process_does_under_it(kind, name):
+    """Far closer than that is to float32, from which its losses are 1e-3 away: the same numbers are rounded."""
+    topology, options = TOPOLOGIES[name]
+    world = Topology(**topology).world
+    arguments = (topology, SHAPES[kind], 1, options, torch.float32, None, True)
+    results = run_ranks(world, "learners.spread_cases:spread", *arguments)
+    check_alike(results, topology, alone(SHAPES[kind], 1, torch.float32, autocast=True), rtol=1e-4)
+
+
+def test_under_autocast_matrices_of_layers_travel_in_bfloat16():
+    for seen, held in run_ranks(2, "learners.spread_cases:precisions", SHAPE):
+        assert seen["layers.0.self_attn.qkv_proj.weight"] == seen["layers.1.mlp.down_proj.weight"] == torch.bfloat16
+        assert seen["layers.0.input_layernorm.weight"] == seen["norm.weight"] == torch.float32
+        assert held == {torch.float32}
