@@ -52,21 +52,28 @@ def start_ranks(config: RunConfig, executor: Executor, model: PolicyModel) -> Wo
     if isinstance(model, DecoderPolicy):
         parts(section).check(model.decoder.config)
     else:
-        _check_whole(section)
+        _check_whole(section, model)
     executor.plan([Need(LEARNER, world, gpus=0 if on_cpu else 1)])
     ranks = executor.group(LEARNER)
     ranks.build_now("ratchet.learners.rank:LearnerRank", {"learner": section.model_dump(mode="json"), "origin": origin})
     return ranks
 
 
-def _check_whole(section: DTensorConfig) -> None:
-    """A model that transformers runs has no parts: ranks divide its weights, and the rows."""
-    for key in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
+def _check_whole(section: DTensorConfig, model: PolicyModel) -> None:
+    """A model that transformers runs has no parts: ranks divide rows and weights and, by a plan of its own, its matrices."""
+    from ratchet.models.auto import TransformersPolicy  # takes seconds, where no such model has been loaded
+
+    for key in ("context_parallel", "pipeline_parallel", "expert_parallel"):
         if (value := getattr(section, key)) > 1:
             raise ConfigError(
                 f"learner.{key}={value} divides what Ratchet's own decoder computes, and transformers runs this model: "
                 "set it to 1, and learner.dp_shard to the number of ranks"
             )
+    if section.sequence_parallel:
+        raise ConfigError("learner.sequence_parallel is of Ratchet's own decoder, and transformers runs this model: remove it")
+    assert isinstance(model, TransformersPolicy), "any other model is a decoder"
+    if section.tensor_parallel > 1:
+        model.plan(section.tensor_parallel)
 
 
 def _origin(config: RunConfig, model: PolicyModel) -> Origin:

@@ -7,13 +7,14 @@ Losses and gradients are sums, as everywhere. FSDP averages over its ranks, so a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ratchet.batch import Batch
 from ratchet.checkpoint.blocks import Blocks, save_blocks
@@ -22,7 +23,7 @@ from ratchet.interfaces import LossTerm, Shard
 from ratchet.learners.columns import Head, Wanted, token_columns
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.forward import Forward, logits_mib
-from ratchet.learners.held import complete_gradients, global_norm, held_parameters, local, scale_gradients
+from ratchet.learners.held import complete_gradients, fill_held, global_norm, held_parameters, local, scale_gradients
 from ratchet.learners.mesh import Mesh
 from ratchet.learners.optimizer import AdamW
 from ratchet.learners.pace import Pace
@@ -37,18 +38,29 @@ from ratchet.models.spread import SpreadPolicy
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def shard_model(model: nn.Module, units: Sequence[nn.Module], mesh: Mesh, *, offload: bool = False) -> None:
-    """Divides the parameters over the ranks that share a gradient. units: whose weights are fetched one after the other."""
+def shard_model(
+    model: nn.Module, units: Sequence[nn.Module], mesh: Mesh, *, offload: bool = False, autocast: bool = False
+) -> None:
+    """Divides matrices over the ranks that share a gradient; vectors are small, and each rank keeps them whole. units: whose
+    weights are fetched one after the other.
+
+    autocast: whether forwards run under it. Then matrices of the units travel in bfloat16, to which it would round them anyway;
+    those around the units (the language head!), each rank's own share and sums of gradients stay as they are.
+    """
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    apart: set[nn.Parameter] = set()
+    # Hidden states between the layers stay in float32, as under autocast alone.
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    precision = half if autocast else MixedPrecisionPolicy()
+    apart = {parameter for parameter in model.parameters() if parameter.dim() < 2}
     if mesh.experts is not None:
         for experts in (module for module in model.modules() if isinstance(module, Experts)):
             apart.update(experts.parameters())
             if mesh.expert_fsdp is not None:
-                fully_shard(experts, mesh=mesh.expert_fsdp, offload_policy=policy)
+                fully_shard(experts, mesh=mesh.expert_fsdp, offload_policy=policy, mp_policy=precision)
     if mesh.fsdp is not None:
-        for unit in (*units, model):
-            fully_shard(unit, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart)
+        for unit in units:
+            fully_shard(unit, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart, mp_policy=precision)
+        fully_shard(model, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart)
 
 
 class RankForward(Forward):
@@ -56,9 +68,8 @@ class RankForward(Forward):
 
     @property
     def language_head(self) -> Head:
-        head, model = super().language_head, self.model
-        vocabulary = model.vocabulary if isinstance(model, SpreadPolicy) else None
-        return head if vocabulary is None else Head(head.logits, head.size, head.chunk_rows, vocabulary)
+        head, vocabulary = super().language_head, self.model.vocabulary
+        return head if vocabulary is None else replace(head, vocabulary=vocabulary)
 
     def predictions(self, micro: Batch, hidden_Td: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         own = self._own(micro)
@@ -118,8 +129,11 @@ class DTensorLearner:
         self.forward = RankForward(model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab)
         self.held = held_parameters(model, head, mesh)
         self.pipeline = None
-        if isinstance(model, SpreadPolicy) and mesh.pipeline is not None:
-            self.pipeline = Pipeline(mesh, model, self.forward.dtype, autocast=autocast)
+        if isinstance(model, SpreadPolicy):
+            for stage in model.runs:
+                stage.autocast = autocast  # a pipeline runs them where `Forward` has no say
+            if mesh.pipeline is not None:
+                self.pipeline = Pipeline(mesh, model, self.forward.dtype)
         self.optimizer, self.pace = None, None
         if optimizer is not None:
             self.optimizer = AdamW([(item.name, item.parameter) for item in self.held], optimizer, local=local)
@@ -140,11 +154,11 @@ class DTensorLearner:
         forward, pipeline = self.forward, self.pipeline
         if pipeline is None:
             return [forward.score(micro, wanted, top_k=top_k) for micro in micros]
-        asked = Wanted.among(wanted, top_k=top_k, shared=forward.shared_vocab)
         with torch.no_grad():
             moved = [micro.to(forward.device, forward.dtype) for micro in micros]
             hidden = pipeline.hidden(moved)
-            return [forward.columns(micro, states, wanted, asked) for micro, states in zip(moved, hidden, strict=False)]
+        found = zip(moved, hidden, strict=False)  # the last stage's alone
+        return [forward.score(micro, wanted, top_k=top_k, hidden_Td=states) for micro, states in found]
 
     def update(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> Mapping[str, float]:
         """One optimizer step on the micro-batches of all ranks. None at all: a step that is skipped."""
@@ -234,10 +248,7 @@ class DTensorLearner:
     def load(self, directory: Path) -> None:
         """What any number of ranks saved. Raises CheckpointError where something is missing."""
         stored = Blocks(directory)
-        with torch.no_grad():
-            for item in self.held:
-                for block in item.blocks(item.local):
-                    block.tensor.copy_(stored.read(block.name, block.offsets, block.tensor.shape))
+        fill_held(self.held, stored.read)
         if self.optimizer is not None and self.pace is not None:
             self.pace.taken, self.pace.bad = stored.numbers["taken"], stored.numbers["bad"]
             self.optimizer.load(self._moments(stored))

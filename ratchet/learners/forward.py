@@ -86,12 +86,14 @@ class Forward:
             columns["old_logprobs"] = own.detach()
         return Outputs(sequence_sum=micro.sequence_sum, **columns)
 
-    def score(self, micro: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
-        """Columns without gradient."""
+    def score(
+        self, micro: Batch, wanted: Sequence[str], *, top_k: int = 0, hidden_Td: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
+        """Columns without gradient. hidden_Td: where they are known; None: they are computed."""
         asked = Wanted.among(wanted, top_k=top_k, shared=self.shared_vocab)
         with torch.no_grad():
             micro = micro.to(self.device, self.dtype)
-            return self.columns(micro, self.hidden(micro), wanted, asked)
+            return self.columns(micro, self.hidden(micro) if hidden_Td is None else hidden_Td, wanted, asked)
 
     def hidden(self, micro: Batch) -> Tensor:
         if not micro.n_tokens:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ratchet.interfaces import Shard
 from ratchet.learners.mesh import Mesh
+from ratchet.models.by_plan import Divided
 from ratchet.models.collectives import Group
 from ratchet.models.heads import ScalarHead
 from ratchet.models.layout import Piece, divided, pieces, shards
@@ -24,6 +25,8 @@ from ratchet.models.spread import SpreadPolicy
 class Held:
     """rows: of the whole parameter that lie here, where FSDP divides it; None: all of them. copies: ranks that hold the same
     block. partial: groups whose ranks have a summand of the gradient each, beside those over which FSDP has summed it.
+    excess: what its gradient is to be divided by, as a loss is multiplied by the number of ranks over which FSDP averages: of
+    experts these are fewer, and of vectors, which it leaves alone, none.
     first: whether this rank speaks for all that hold the same."""
 
     name: str
@@ -98,7 +101,7 @@ def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> 
     else:
         for name, parameter in model.named_parameters():
             short = name.partition(".")[2]  # as the model itself calls it
-            made.append(_held(short, parameter, _whole(short, parameter), mesh, ()))
+            made.append(_of_plan(short, parameter, mesh, model.divided))
     for name, parameter in () if head is None else head.named_parameters():
         made.append(_held(f"head.{name}", parameter, _whole(f"head.{name}", parameter), mesh, ()))
     return made
@@ -121,6 +124,14 @@ def _of_decoder(
     return replace(made, partial=(*partial, mesh.ends), copies=made.copies * 2, first=first)
 
 
+def _of_plan(name: str, parameter: nn.Parameter, mesh: Mesh, divided: Divided | None) -> Held:
+    if divided is None or mesh.tensor is None:
+        return _held(name, parameter, _whole(name, parameter), mesh, ())
+    if name in divided.blocks:
+        return _held(name, parameter, (divided.blocks[name],), mesh, (), divided=True)
+    return _held(name, parameter, _whole(name, parameter), mesh, (mesh.tensor,) if name in divided.partial else ())
+
+
 def _held(
     name: str,
     parameter: nn.Parameter,
@@ -132,11 +143,13 @@ def _held(
     of_experts: bool = False,
 ) -> Held:
     """divided: over the tensor-parallel ranks."""
+    excess = mesh.topology.experts if of_experts else 1
+    if parameter.dim() < 2 and mesh.sums is not None:  # which FSDP leaves alone
+        partial, excess = (*partial, mesh.sums), mesh.topology.summands
     share = mesh.expert_share if of_experts else mesh.share
     rows = own_rows(parameter, share)
     copies = mesh.topology.replicas * (1 if divided else mesh.topology.tensor) * (share.of if rows is None else 1)
     first = mesh.at.replica == 0 and (divided or mesh.at.tensor == 0) and (rows is not None or share.index == 0)
-    excess = mesh.topology.experts if of_experts else 1
     return Held(name, parameter, where, rows, copies, partial, excess, first)
 
 

@@ -23,9 +23,9 @@ class Mesh:
         ranks = topology.shards * topology.context
         sizes = (topology.pipeline, topology.replicas, ranks, topology.tensor)
         self._mesh = init_device_mesh(device, sizes, mesh_dim_names=("pipeline", "replica", "rows", "tensor"))
-        self.tensor = self._group(lambda c: (c.pipeline, c.replica, c.shard, c.context), topology.tensor)
+        self.tensor = self._mesh.get_group("tensor") if topology.tensor > 1 else None
         self.context = self._group(lambda c: (c.pipeline, c.replica, c.shard, c.tensor), topology.context)
-        self.pipeline = self._group(lambda c: (c.replica, c.shard, c.context, c.tensor), topology.pipeline)
+        self.pipeline = self._mesh.get_group("pipeline") if topology.pipeline > 1 else None
         self.ends = self._ends()
         self.sums = self._group(lambda c: (c.pipeline, c.tensor), topology.summands)  # all that add up to one gradient
         place = self.at.shard * topology.context + self.at.context

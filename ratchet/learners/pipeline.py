@@ -27,14 +27,12 @@ Loss = Callable[[int, Tensor], Tensor]  # (micro-batch, its hidden states [T, d]
 
 
 class Pipeline:
-    """dtype: of the hidden states. autocast: products in bfloat16."""
+    """dtype: of the hidden states."""
 
-    def __init__(self, mesh: Mesh, model: SpreadPolicy, dtype: torch.dtype, *, autocast: bool) -> None:
+    def __init__(self, mesh: Mesh, model: SpreadPolicy, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None, "a pipeline of one rank"
         self.group, self.mesh, self.model, self.dtype = mesh.pipeline, mesh, model, dtype
         self.device = next(model.parameters()).device
-        for stage in model.runs:
-            stage.autocast = autocast
 
     @property
     def last(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ratchet.algorithms.base import Algorithm, Term
 from ratchet.batch import Batch
@@ -49,6 +50,7 @@ class LearnerRank:
         """learner: the values of a `DTensorConfig`. double: in float64. Joins the other ranks, and loads the model's part."""
         self.config = DTensorConfig.model_validate(dict(learner))
         self.device, self.dtype = torch.device(seat.device), torch.float64 if double else torch.float32
+        self.autocast = self.device.type == "cuda"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group(
@@ -71,25 +73,35 @@ class LearnerRank:
         fill_held(held_parameters(model, None, self.mesh), origin.reader())
         return model
 
-    def _part(self, shape: Any) -> SpreadPolicy:
+    def _part(self, shape: Any) -> PolicyModel:
         """Divided, its weights uninitialised."""
         mesh = self.mesh
         spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=self.config.sequence_parallel)
         chunks = self.config.pipeline_chunks if mesh.topology.pipeline > 1 else 1
         model = SpreadPolicy(shape, spread, device="meta", dtype=self.dtype, chunks=chunks)
         for stage in model.runs:
-            shard_model(stage, list(stage.decoder.layers.values()), mesh, offload=self.config.cpu_offload)
+            shard_model(
+                stage, list(stage.decoder.layers.values()), mesh, offload=self.config.cpu_offload, autocast=self.autocast
+            )
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
+        return self._settled(model)
+
+    def _settled(self, model: PolicyModel) -> PolicyModel:
+        """What FSDP leaves alone is on the device, wherever the rest lies between uses."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(self.device)
         return model
 
     def _transformers(self, origin: Origin) -> PolicyModel:
         from ratchet.models.auto import TransformersPolicy
 
-        model = TransformersPolicy.load(
-            origin.directory(), dtype=self.dtype, device=self.device, trust_remote_code=origin.trust_remote_code
-        )
-        shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload)
-        return model
+        # Whole in main memory first, where every rank reads it: the device gets a rank's part alone.
+        model = TransformersPolicy.load(origin.directory(), dtype=self.dtype, trust_remote_code=origin.trust_remote_code)
+        if self.mesh.tensor is not None:
+            model.divide(self.mesh.tensor, self.device)
+        shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload, autocast=self.autocast)
+        return self._settled(model)
 
     def host(self) -> str:
         return socket.gethostname()
@@ -99,8 +111,9 @@ class LearnerRank:
     def begin(self, roles: Mapping[str, RoleSpec], algorithm: Mapping[str, Any]) -> None:
         """Makes the learners of a stage. algorithm: the values of its section, from which every rank makes its losses."""
         self.algorithm = construct(resolve("algorithm", algorithm))
-        made = {name: self._learner(name, spec) for name, spec in roles.items()}
-        self.learners = made
+        self.learners.clear()  # else those of the last stage would be in memory beside the new ones
+        for name, spec in roles.items():
+            self.learners[name] = self._learner(name, spec)
 
     def _learner(self, name: str, spec: RoleSpec) -> DTensorLearner:
         model = self.policy if name == "policy" else self._copy() if spec.origin is None else self._load(spec.origin)
@@ -115,7 +128,7 @@ class LearnerRank:
             optimizer=spec.optimizer,
             total_steps=spec.total_steps,
             head=head,
-            autocast=self.device.type == "cuda",
+            autocast=self.autocast,
             shared_vocab=spec.shared_vocab,
         )
 

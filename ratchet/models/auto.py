@@ -18,10 +18,13 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ratchet.errors import ModelError
+from ratchet.models.by_plan import REMEDY, Plan, divide
+from ratchet.models.collectives import Group, summed
 from ratchet.models.hf import Savable, remove_stale_weights
 from ratchet.models.policy import UNLIMITED, PolicyModel
 
 PROBE_LENGTHS = (5, 1, 7, 3)
+PROBE_ROUNDING = 100  # sums in another order, and gradients that all but cancel out; what is wrong moves them far more
 
 
 class TransformersPolicy(PolicyModel):
@@ -41,6 +44,7 @@ class TransformersPolicy(PolicyModel):
         self.head_name = _head_name(model)
         self.saved_config = saved_config or model.config
         self.text_config: Any = model.config.get_text_config()
+        self.size_of_vocabulary = model.get_parameter(self.head_name).shape[0]
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self._check_logits()
         self.packs = self.takes_positions and self._keeps_sequences_apart()
@@ -72,7 +76,7 @@ class TransformersPolicy(PolicyModel):
 
     @property
     def vocab_size(self) -> int:
-        return self.model.get_parameter(self.head_name).shape[0]
+        return self.size_of_vocabulary
 
     @property
     def hidden_size(self) -> int:
@@ -104,6 +108,51 @@ class TransformersPolicy(PolicyModel):
         else:
             self.model.gradient_checkpointing_disable()
         self.model.train(on)  # transformers checkpoints in training mode only; dropout is off in either
+
+    # --- tensor parallelism
+
+    def plan(self, ranks: int) -> Plan:
+        """By which tensor parallelism divides the model. Raises ModelError where there is none, or not for so many ranks."""
+        plan = Plan.of(self.model, self.model.tp_plan, self.head_name.removesuffix(".weight"))
+        counts = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
+        heads = {what: getattr(self.text_config, key, None) for what, key in counts.items()}
+        plan.check(self.model, ranks, {what: total for what, total in heads.items() if total is not None})
+        return plan
+
+    def divide(self, group: Group, device: torch.device | str) -> None:
+        """Keeps this rank's part, on the device. Raises ModelError where the ranks together don't compute what it did whole."""
+        plan, whole = self.plan(group.size()), self._probe()
+        self.divided = divide(self.model, plan, group)
+        nn.Module.to(self.model, device)
+        what = f"the plan of {type(self.model).__name__} for tensor parallelism"
+        try:
+            found = self._probe()
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise ModelError(f"{what} can't be followed ({error}): {REMEDY}") from None
+        for name, own in found.items():
+            expected = whole[name].to(own)
+            if name == "logits" and self.divided.vocabulary is not None:
+                rows = self.divided.vocabulary.rows
+                expected = expected[:, rows.start : rows.stop]
+            if name in self.divided.partial:
+                own = summed(own, group)
+            if name not in self.divided.blocks and not _close(own, expected, self.model.dtype, PROBE_ROUNDING):
+                raise ModelError(f"{what} changes what it computes ({name}): {REMEDY}")
+
+    def _probe(self) -> dict[str, Tensor]:
+        """Of a few tokens: hidden states, logits, and the gradient of every vector, by its name: that of a first layer's norm
+        comes through all others."""
+        tokens = self._probe_tokens(7)
+        vectors = {name: parameter for name, parameter in self.model.named_parameters() if parameter.dim() == 1}
+        with torch.enable_grad():
+            hidden = self._run(tokens, torch.arange(7, device=tokens.device))
+            # No sum of squares: behind a norm that would say nothing.
+            slope = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).cos().view_as(hidden)
+            total = (hidden * slope).sum()
+            grads = torch.autograd.grad(total, list(vectors.values()), allow_unused=True) if vectors else ()
+        with torch.no_grad():
+            found = {"hidden states": hidden.detach(), "logits": self.logits(hidden)}
+        return found | {name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None}
 
     # --- the forward
 
@@ -248,7 +297,8 @@ def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Modul
     return clone
 
 
-def _close(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Equal up to a few roundings of a model in `dtype`, on the scale of the largest entry. What leaks moves it far more."""
-    tolerance = 1e-5 if dtype.itemsize >= 4 else 3e-2
+def _close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
+    """Equal up to so many times a few roundings of a model in `dtype`, on the scale of the largest entry. What leaks moves it
+    far more."""
+    tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * times
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

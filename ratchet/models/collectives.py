@@ -50,6 +50,16 @@ def gather_uneven(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
+def gather_columns(x: Tensor, group: Group) -> Tensor:
+    """The ranks' equally large parts side by side in the last dimension; what follows is the same on each rank."""
+    return gather(x.movedim(-1, 0), group, alike=True).movedim(0, -1)
+
+
+def own_columns(x: Tensor, group: Group) -> Tensor:
+    """A rank's part of x, which all ranks have alike, in the last dimension; `gather_columns` the other way round."""
+    return _OwnRows.apply(x.movedim(-1, 0), group).movedim(0, -1)
+
+
 def summed(x: Tensor, group: Group) -> Tensor:
     """Without gradient, in a tensor of its own."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
@@ -110,6 +120,17 @@ class _Gather(Function):
         if ctx.alike:
             return grads[0].narrow(0, ctx.group.rank() * ctx.size, ctx.size), None, None
         return _scattered(grads[0], ctx.group), None, None
+
+
+class _OwnRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.tensor_split(group.size())[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grads[0], ctx.group), None
 
 
 class _ScatterSum(Function):

@@ -50,7 +50,7 @@ def pieces(decoder: Decoder) -> Mapping[str, tuple[Piece, ...]]:
 def shards(pieces: tuple[Piece, ...], local: Tensor, rows: range | None = None) -> Iterator[Shard]:
     """The blocks of a tensor that lies as the parameter does: the parameter, its gradient, a moment of it. rows: the entries of
     the parameter's first dimension that `local` holds; None: all."""
-    if local.dim() == 3:  # experts, whose matrices lie one behind the other
+    if local.dim() == 3 and len(pieces[0].shape) == 2:  # experts, whose matrices lie one behind the other
         height = local.shape[1]
         rows = None if rows is None else range(rows.start * height, rows.stop * height)
         local = local.flatten(0, 1)

@@ -6,6 +6,7 @@ Pipeline parallelism: each has some of the layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -59,20 +60,21 @@ class Part:
     def check(self, config: DecoderConfig) -> None:
         """Raises ModelError where a decoder can't be divided so, with the nearest number that divides it."""
         n = self.tensor.of
-        for what, total in {
-            "query heads": config.n_heads,
-            "KV heads": config.n_kv_heads,
-            "columns of an MLP": config.intermediate_size,
-            "columns of an expert": config.expert_intermediate_size,
-        }.items():
-            if total % n:
-                raise ModelError(f"learner.tensor_parallel={n} doesn't divide the model's {total} {what}: {_nearest(total, n)}")
+        check_even(
+            n,
+            {
+                "query heads": config.n_heads,
+                "KV heads": config.n_kv_heads,
+                "columns of an MLP": config.intermediate_size,
+                "columns of an expert": config.expert_intermediate_size,
+            },
+        )
         if n > 1 and (config.out_bias or config.mlp_bias):
             raise ModelError("biases behind the heads or in the MLPs can't be divided: set learner.tensor_parallel=1")
         if self.experts.of > 1 and (not config.n_experts or config.n_experts % self.experts.of):
             raise ModelError(
                 f"learner.expert_parallel={self.experts.of} doesn't divide the model's {config.n_experts} experts: set it to "
-                + (str(max(i for i in range(1, self.experts.of) if config.n_experts % i == 0)) if config.n_experts else "1")
+                + (str(_nearest(config.n_experts, self.experts.of)) if config.n_experts else "1")
             )
         if self.pipeline.of > config.n_layers:
             raise ModelError(
@@ -81,8 +83,17 @@ class Part:
             )
 
 
-def _nearest(total: int, n: int) -> str:
-    return f"set it to {max(i for i in range(1, n) if total % i == 0)}"
+def check_even(n: int, totals: Mapping[str, int]) -> None:
+    """totals: how many there are, by what they are. Raises ModelError where n tensor-parallel ranks can't have equally many."""
+    for what, total in totals.items():
+        if total % n:
+            fix = f"set it to {_nearest(total, n)}"
+            raise ModelError(f"learner.tensor_parallel={n} doesn't divide the model's {total} {what}: {fix}")
+
+
+def _nearest(total: int, n: int) -> int:
+    """The largest number below n that divides it."""
+    return max(i for i in range(1, n) if total % i == 0)
 
 
 WHOLE = Part()

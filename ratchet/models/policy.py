@@ -14,19 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.models.attention import PackedAttention, TreeAttention
+from ratchet.models.by_plan import Divided
 from ratchet.models.decoder import Attend, Decoder
 from ratchet.models.hf import Savable, canonical_weights, save_decoder
 from ratchet.models.prefixes import PrefixTree
+from ratchet.models.tensor_parallel import DividedVocabulary
 
 UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
 WORTH = 0.9  # beginnings are shared where at most this part of the tokens is left: a call with a mask costs a little more
 
 
 class PolicyModel(nn.Module, ABC):
+    """divided: by the plan of an architecture; None: it is whole, or a decoder that knows its own part."""
+
+    divided: Divided | None = None
+
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Rows of the output embedding: token ids are below it."""
+        """Rows of the output embedding, on all ranks together: token ids are below it."""
 
     @property
     @abstractmethod
@@ -46,6 +52,11 @@ class PolicyModel(nn.Module, ABC):
     def shares_prefixes(self) -> bool:
         """Whether `hidden` computes a beginning that sequences have in common once."""
         return False
+
+    @property
+    def vocabulary(self) -> DividedVocabulary | None:
+        """Over which ranks the logits of each prediction are divided; None: all are here."""
+        return None if self.divided is None else self.divided.vocabulary
 
     @property
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -101,7 +102,7 @@ class SpreadPolicy(DecoderPolicy):
     def division(self, lengths: Sequence[int]) -> Division | None:
         """Which tokens of packed sequences this rank computes; None: all."""
         group = self.spread.context
-        return None if group is None else Division.of(lengths, Share(group.rank(), group.size()))
+        return None if group is None else _division(tuple(lengths), Share(group.rank(), group.size()))
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
         feed = self.feed(tokens_T, positions_T, lengths)
@@ -122,3 +123,8 @@ class SpreadPolicy(DecoderPolicy):
 
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError("a rank has blocks of weights: see ratchet.models.layout")
+
+
+@lru_cache(maxsize=64)  # the forward and each column of a micro-batch ask for the same one, in a pipeline some time later
+def _division(lengths: tuple[int, ...], share: Share) -> Division:
+    return Division.of(lengths, share)

@@ -2,7 +2,9 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 
 from ratchet.algorithms.base import AlgoState
@@ -10,6 +12,7 @@ from ratchet.algorithms.config.policy_gradient import PPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
+from ratchet.errors import ModelError
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.dispatch import deal, gather_columns
 from ratchet.learners.dtensor import DTensorLearner, shard_model
@@ -63,10 +66,23 @@ def whole_weights(policy, head):
     return {**found, "head.weight": head.weight.detach().clone()}
 
 
-def alone(shape, steps, dtype=torch.float64):
+def first(shape, dtype):
+    """The whole policy and its head, before the first step. shape: a path is of a model that transformers runs."""
+    if isinstance(shape, Path):
+        from ratchet.models.auto import TransformersPolicy
+
+        policy = TransformersPolicy.load(shape, dtype=dtype)
+    else:
+        policy = init_policy(shape, seed=3, dtype=dtype)
+    return policy, ScalarHead(policy.hidden_size).to(dtype).init_weights(4, std=0.3)
+
+
+def alone(shape, steps, dtype=torch.float64, autocast=False):
     """What one process makes of it: (metrics by step, weights, columns of the last batch)."""
-    policy, head = init_policy(shape, seed=3, dtype=dtype), ScalarHead(shape.hidden_size).to(dtype).init_weights(4, std=0.3)
-    learner = LocalLearner(LocalConfig(micro_batch_tokens=40), policy, optimizer=OPTIMIZER, total_steps=10, head=head)
+    policy, head = first(shape, dtype)
+    learner = LocalLearner(
+        LocalConfig(micro_batch_tokens=40), policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast
+    )
     metrics = []
     for step in range(steps):
         batch, terms = weighed(step)
@@ -78,16 +94,21 @@ def alone(shape, steps, dtype=torch.float64):
 WANTED = ["logprobs", "entropy", "values", "scores", "topk_logprobs", "topk_ids"]
 
 
-def made(mesh, shape, dtype, config):
-    spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel)
-    policy = SpreadPolicy(shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks)
-    head = ScalarHead(shape.hidden_size).to(dtype)
-    for stage in policy.runs:
-        shard_model(stage, list(stage.decoder.layers.values()), mesh)
+def made(mesh, shape, dtype, config, autocast=False):
+    whole, head = first(shape, dtype)
+    weights = whole_weights(whole, head)
+    if isinstance(shape, Path):
+        policy = whole
+        if mesh.tensor is not None:
+            policy.divide(mesh.tensor, "cpu")
+        shard_model(policy, policy.layers(), mesh, autocast=autocast)
+    else:
+        spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel)
+        policy = SpreadPolicy(shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks)
+        for stage in policy.runs:
+            shard_model(stage, list(stage.decoder.layers.values()), mesh, autocast=autocast)
     shard_model(head, [], mesh)
-    learner = DTensorLearner(config, mesh, policy, optimizer=OPTIMIZER, total_steps=10, head=head)
-    first = init_policy(shape, seed=3, dtype=dtype)
-    weights = whole_weights(first, ScalarHead(shape.hidden_size).to(dtype).init_weights(4, std=0.3))
+    learner = DTensorLearner(config, mesh, policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast)
 
     def read(name, offsets, sizes):
         return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
@@ -102,10 +123,10 @@ def micros_of(mesh, batch, terms=None):
     return deal(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[mesh.topology.data_rank(mesh.at)]
 
 
-def spread(rank, topology, shape, steps, options, dtype, directory=None):
+def spread(rank, topology, shape, steps, options, dtype, directory=None, autocast=False):
     """On one rank: (metrics by step, blocks of weights, (rows, columns) of the last batch where the rank answers)."""
     mesh = Mesh(Topology(**topology), "cpu")
-    learner = made(mesh, shape, dtype, DTensorConfig(**options))
+    learner = made(mesh, shape, dtype, DTensorConfig(**options), autocast)
     metrics = []
     for step in range(steps):
         batch, terms = weighed(step)
@@ -136,3 +157,47 @@ def assembled(results):
 def columns_of(results, batch):
     plan = [rows for _, _, own, _ in results for rows in own]
     return gather_columns(batch, plan, [found for *_, columns in results for found in columns])
+
+
+def check_alike(results, topology, expected, *, rtol=1e-6):
+    """What ranks gave against what one process did."""
+    (metrics, weights, columns), topology = expected, Topology(**topology)
+    for found, at in zip(results, topology.coordinates(), strict=True):
+        for step in range(len(metrics)) if topology.answers(at) else ():
+            assert found[0][step].keys() == metrics[step].keys()
+            for key, value in metrics[step].items():
+                assert found[0][step][key] == pytest.approx(value, rel=rtol, abs=rtol / 1000), (step, key)
+    whole = assembled(results)
+    assert whole.keys() | {"head.weight"} == weights.keys()
+    scored = columns_of(results, weighed(0)[0])
+    for key, tensor, wanted in [(k, whole[k], weights[k]) for k in whole] + [(k, scored[k], columns[k]) for k in scored]:
+        torch.testing.assert_close(tensor, wanted, rtol=rtol, atol=rtol / 10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def precisions(rank, shape):
+    """On one of two ranks under autocast: (dtype of each parameter where a layer uses it, dtypes of what the rank holds)."""
+    mesh, seen = Mesh(Topology(shards=2), "cpu"), {}
+    learner = made(mesh, shape, torch.float32, DTensorConfig(dp_shard=2), autocast=True)
+
+    def note(path):
+        return lambda module, *_: seen.update({f"{path}.{n}": p.dtype for n, p in module.named_parameters(recurse=False)})
+
+    for path, module in learner.model.stages[0].decoder.named_modules():
+        module.register_forward_hook(note(path))
+    learner.score([micro.batch for micro in micros_of(mesh, weighed(0)[0])], ["logprobs"])
+    return seen, {item.local.dtype for item in learner.held}
+
+
+def refusals(rank, directory, changes):
+    """What a rank says of a model whose plan is changed by each of these tables of rules; None takes a rule away."""
+    from ratchet.models.auto import TransformersPolicy
+
+    group, said = Mesh(Topology(tensor=2), "cpu").tensor, []
+    for rules in changes:
+        policy = TransformersPolicy.load(directory)
+        changed = {**policy.model.tp_plan, **rules}
+        policy.model.tp_plan = {rule: style for rule, style in changed.items() if style is not None}
+        with pytest.raises(ModelError) as caught:
+            policy.divide(group, "cpu")
+        said.append(str(caught.value))
+    return said

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 from learners.spread_cases import SHAPE, SPARSE, VOCAB, groups
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.passes import fill
@@ -137,19 +137,38 @@ def test_a_batch_smaller_than_the_ranks_is_filled_up(ranks):
     torch.testing.assert_close(scored["logprobs"], expected["logprobs"], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["ours", "experts", "transformers"])
+OF_TRANSFORMERS = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+
+
+def save_of_transformers(directory, kind, **shape):
+    """A directory that our decoder can't run."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, pad_token_id=0, **shape)
+    AutoModelForCausalLM.from_config(config).double().save_pretrained(directory)
+
+
+@pytest.mark.parametrize("kind", ["ours", "experts", "gpt2", "gemma2"])
 def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
-    if kind == "transformers":
-        torch.manual_seed(0)
-        shape = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
-        GPT2LMHeadModel(shape).double().save_pretrained(tmp_path / "model")
+    options = {"tensor_parallel": 2} if kind == "gemma2" else {"dp_shard": 2}
+    if kind == "gpt2":
+        save_of_transformers(tmp_path / "model", kind, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    elif kind == "gemma2":
+        save_of_transformers(tmp_path / "model", kind, **OF_TRANSFORMERS)
     else:
         init_policy(SPARSE if kind == "experts" else SHAPE, seed=5, dtype=torch.float64).save(tmp_path / "model")
     model = load_policy(tmp_path / "model", dtype=torch.float64)
     algorithm, local = roles_of(model, {"kind": "sft"})
     expected = asyncio.run(train(algorithm, local, range(2)))
-    group = ranks(Origin(path=str(tmp_path / "model")), dp_shard=2)
-    _, there = roles_of(load_policy(tmp_path / "model", dtype=torch.float64), {"kind": "sft"}, group, dp_shard=2)
+    group = ranks(Origin(path=str(tmp_path / "model")), **options)
+    _, there = roles_of(load_policy(tmp_path / "model", dtype=torch.float64), {"kind": "sft"}, group, **options)
     numbers_alike(asyncio.run(train(algorithm, there, range(2))), expected)
     alike(weights_of(there["policy"]), weights_of(local["policy"]))
     there["policy"].export(tmp_path / "trained")
@@ -158,3 +177,16 @@ def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
     with torch.no_grad():
         ours = model.logits(model.hidden(tokens[0], tokens[0], [7]))
         torch.testing.assert_close(read(tokens).logits[0].double(), ours, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_of_a_model_that_transformers_runs_is_read_at_another_division(ranks, tmp_path):
+    save_of_transformers(tmp_path / "model", "gemma2", **OF_TRANSFORMERS)
+    origin, model = Origin(path=str(tmp_path / "model")), load_policy(tmp_path / "model", dtype=torch.float64)
+    algorithm, before = roles_of(model, {"kind": "sft"}, ranks(origin, dp_shard=2), dp_shard=2)
+    asyncio.run(train(algorithm, before, range(1)))
+    before["policy"].save(tmp_path / "saved")
+    expected = asyncio.run(train(algorithm, before, range(1, 2)))
+    _, after = roles_of(model, {"kind": "sft"}, ranks(origin, tensor_parallel=2), tensor_parallel=2)
+    after["policy"].load(tmp_path / "saved")
+    numbers_alike(asyncio.run(train(algorithm, after, range(1, 2))), expected)
+    alike(weights_of(after["policy"]), weights_of(before["policy"]), rtol=1e-5)

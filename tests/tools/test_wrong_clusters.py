@@ -117,11 +117,57 @@ def test_other_versions(refusal, monkeypatch):
     assert "install the same on all hosts" in said
 
 
-def test_a_model_that_transformers_runs_has_no_parts():
-    from ratchet.assemble import _check_whole
-    from ratchet.errors import ConfigError
-    from ratchet.learners.config import DTensorConfig
+LAYER = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 24,
+}
 
-    _check_whole(DTensorConfig(dp_shard=4))
-    with pytest.raises(ConfigError, match=r"learner.tensor_parallel=2 .* set it to 1, and learner.dp_shard to the number of"):
-        _check_whole(DTensorConfig(tensor_parallel=2))
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "overrides", "message"),
+    [
+        ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2}, {"dp_shard": 4}, None),
+        (
+            "gpt2",
+            {"n_embd": 16, "n_layer": 1, "n_head": 2},
+            {"tensor_parallel": 2},
+            "GPT2LMHeadModel comes without a plan .*: set learner.tensor_parallel to 1, and learner.dp_shard to the number of",
+        ),
+        ("gemma2", {}, {"tensor_parallel": 2}, None),
+        ("gemma2", {}, {"tensor_parallel": 4}, "learner.tensor_parallel=4 doesn't divide the model's 2 KV heads: set it to 2"),
+        (
+            "gemma2",
+            {"intermediate_size": 25},
+            {"tensor_parallel": 2},
+            "learner.tensor_parallel=2 doesn't divide the model's 25 outputs of model.layers.0.mlp.gate_proj: set it to 1",
+        ),
+        (
+            "mixtral",
+            {"num_local_experts": 2},
+            {"tensor_parallel": 2},
+            "divides .*.experts as 'moe_tp_experts', which Ratchet can't: set",
+        ),
+        ("gemma2", {}, {"pipeline_parallel": 2}, "learner.pipeline_parallel=2 .* set it to 1, and learner.dp_shard to the num"),
+        ("gemma2", {}, {"tensor_parallel": 2, "sequence_parallel": True}, "learner.sequence_parallel is of .*: remove it"),
+    ],
+)
+def test_how_a_model_that_transformers_runs_can_be_divided(kind, shape, overrides, message):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ratchet.assemble import _check_whole
+    from ratchet.errors import RatchetError
+    from ratchet.learners.config import DTensorConfig
+    from ratchet.models.auto import TransformersPolicy
+
+    tokens = {"vocab_size": 23, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(kind, **tokens, **({} if kind == "gpt2" else LAYER) | shape)
+    model = TransformersPolicy(AutoModelForCausalLM.from_config(config))
+    if message is None:
+        _check_whole(DTensorConfig(**overrides), model)
+        return
+    with pytest.raises(RatchetError, match=message):
+        _check_whole(DTensorConfig(**overrides), model)
