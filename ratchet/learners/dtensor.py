@@ -107,7 +107,7 @@ class RankForward(Forward):
 class DTensorLearner:
     """What one rank does for `Learner`. Every rank gets the same calls, in the same order, and as many micro-batches.
 
-    model, head: divided by `shard_model`. optimizer, total_steps, autocast, shared_vocab: as for `LocalLearner`.
+    model, head: divided by `shard_model`. device: that computes, wherever weights rest. optimizer, total_steps, autocast, shared_vocab: as for `LocalLearner`.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class DTensorLearner:
         mesh: Mesh,
         model: PolicyModel,
         *,
+        device: torch.device,
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         head: ScalarHead | None = None,
@@ -124,16 +125,15 @@ class DTensorLearner:
     ) -> None:
         self.config, self.mesh, self.model, self.head = config, mesh, model, head
         model.checkpointing = config.activation_checkpointing
-        device = next(model.parameters()).device.type
-        mib = logits_mib(config.logprob_chunk_mib, device)
-        self.forward = RankForward(model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab)
+        mib = logits_mib(config.logprob_chunk_mib, device.type)
+        self.forward = RankForward(model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab, device=device)
         self.held = held_parameters(model, head, mesh)
         self.pipeline = None
         if isinstance(model, SpreadPolicy):
             for stage in model.runs:
                 stage.autocast = autocast  # a pipeline runs them where `Forward` has no say
             if mesh.pipeline is not None:
-                self.pipeline = Pipeline(mesh, model, self.forward.dtype)
+                self.pipeline = Pipeline(mesh, model, device, self.forward.dtype)
         self.optimizer, self.pace = None, None
         if optimizer is not None:
             self.optimizer = AdamW([(item.name, item.parameter) for item in self.held], optimizer, local=local)

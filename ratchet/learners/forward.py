@@ -23,15 +23,22 @@ CHUNK_MIB, CHUNK_MIB_GPU = 16, 256  # "auto": a CPU's cache is small, an acceler
 
 
 class Forward:
-    """chunk_mib: logits that exist at a time. autocast, shared_vocab: see `LocalLearner`."""
+    """chunk_mib: logits that exist at a time. autocast, shared_vocab: see `LocalLearner`. device: None where the weights are."""
 
     def __init__(
-        self, model: PolicyModel, head: ScalarHead | None, *, chunk_mib: int, autocast: bool, shared_vocab: int | None
+        self,
+        model: PolicyModel,
+        head: ScalarHead | None,
+        *,
+        chunk_mib: int,
+        autocast: bool,
+        shared_vocab: int | None,
+        device: torch.device | None = None,
     ) -> None:
         self.model, self.head = model, head
         self.chunk_mib, self.autocast, self.shared_vocab = chunk_mib, autocast, shared_vocab
         first = next(model.parameters())
-        self.device = first.device
+        self.device = device or first.device
         # Losses run in float32 or, for float64 models, in float64: never below.
         self.dtype = torch.promote_types(first.dtype, torch.float32)
 

@@ -27,12 +27,12 @@ Loss = Callable[[int, Tensor], Tensor]  # (micro-batch, its hidden states [T, d]
 
 
 class Pipeline:
-    """dtype: of the hidden states."""
+    """device: that computes. dtype: of the hidden states."""
 
-    def __init__(self, mesh: Mesh, model: SpreadPolicy, dtype: torch.dtype) -> None:
+    def __init__(self, mesh: Mesh, model: SpreadPolicy, device: torch.device, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None, "a pipeline of one rank"
-        self.group, self.mesh, self.model, self.dtype = mesh.pipeline, mesh, model, dtype
-        self.device = next(model.parameters()).device
+        self.group, self.mesh, self.model = mesh.pipeline, mesh, model
+        self.device, self.dtype = device, dtype
 
     @property
     def last(self) -> bool:

@@ -54,7 +54,7 @@ class LearnerRank:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group(
-            "gloo" if self.device.type == "cpu" else "nccl",
+            "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl",  # gradients may rest in main memory
             init_method=f"tcp://{seat.rendezvous}",
             rank=seat.rank,
             world_size=seat.world_size,
@@ -125,6 +125,7 @@ class LearnerRank:
             self.config,
             self.mesh,
             model,
+            device=self.device,
             optimizer=spec.optimizer,
             total_steps=spec.total_steps,
             head=head,

@@ -28,6 +28,8 @@ class Residence:
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu":  # weights rest in main memory as it is
+            return
         for module in self.modules:
             module.to(device)
         if self.optimizer is not None:

@@ -91,6 +91,7 @@ def alone(shape, steps, dtype=torch.float64, autocast=False):
     return metrics, whole_weights(policy, head), columns
 
 
+CPU = torch.device("cpu")
 WANTED = ["logprobs", "entropy", "values", "scores", "topk_logprobs", "topk_ids"]
 
 
@@ -108,7 +109,9 @@ def made(mesh, shape, dtype, config, autocast=False):
         for stage in policy.runs:
             shard_model(stage, list(stage.decoder.layers.values()), mesh, autocast=autocast)
     shard_model(head, [], mesh)
-    learner = DTensorLearner(config, mesh, policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast)
+    learner = DTensorLearner(
+        config, mesh, policy, device=CPU, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast
+    )
 
     def read(name, offsets, sizes):
         return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
