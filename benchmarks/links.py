@@ -175,12 +175,13 @@ class Processes:
 
 def serve(make: Callable[[int, int], Any], rank: int, threads: int, pipe: Any) -> None:
     component = make(rank, threads)
+    loop = asyncio.new_event_loop()
     with contextlib.suppress(EOFError):
         while True:
             method, arguments = pickle.loads(pipe.recv_bytes())
             try:
                 result = getattr(component, method)(*arguments)
-                result = asyncio.run(result) if inspect.iscoroutine(result) else result
+                result = loop.run_until_complete(result) if inspect.iscoroutine(result) else result
             except Exception as error:
                 result = error
             pipe.send_bytes(pickle.dumps(result))
