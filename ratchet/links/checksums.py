@@ -22,9 +22,8 @@ from torch import Tensor
 
 WORDS = 1024
 ROW = 8 * WORDS  # bytes
-CHUNK = 128  # rows that stay in a core's cache until they are added up, with what they are copied of
-LARGE = 256  # that do alone; a call more takes time, and threads wait for each other between calls
-BLOCK = 32  # rows that a column is added up over at a time: the next 32 lie in pages that are not at hand yet
+CHUNK = 64  # rows that stay in a core's cache until they are added up, with what they are copied of
+LARGE = 128  # that do alone: with fewer a call, threads wait for the interpreter more than for memory
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -71,8 +70,7 @@ def _words(bytes_n: Tensor) -> Tensor:
 
 def _sums(words: Tensor) -> tuple[Tensor, Tensor]:
     """Of the rows, in the order of memory, so that the cache is filled ahead; and of the columns."""
-    blocked = not words.is_cuda and len(words) % BLOCK == 0 and len(words) > CHUNK
-    return words.sum(1), words.view(-1, BLOCK, WORDS).sum(1).sum(0) if blocked else words.sum(0)
+    return words.sum(1), words.sum(0)
 
 
 def _digest(sums: Sequence[tuple[Tensor, Tensor]], bytes_n: Tensor) -> str:
