@@ -1,7 +1,9 @@
 """Moves a model of about 100 MiB (float32) from 2 ranks of a learner, of which each has half of the rows, to a generator in a
 third process, by each link, and compares every bit. Beside it a plain copy of the same bytes in memory, in the same rounds.
 
-python benchmarks/links.py [--rounds 7] [--threads 1] [--links shared_memory,collective,files,delta]
+python benchmarks/links.py [--rounds 7] [--links shared_memory,collective,files,delta] [--threads 2]
+
+The receiver has as many threads as there are cores, unless `--threads` says otherwise: ranks and receiver work in turn.
 
 Prints a table and one JSON line. Seconds are medians over the pushes after the first. Peak extra memory is what a push adds to
 the private memory of a process at most, and the shared memory and files that the link uses.
@@ -15,6 +17,7 @@ import contextlib
 import inspect
 import json
 import multiprocessing
+import os
 import pickle
 import statistics
 import sys
@@ -175,12 +178,13 @@ class Processes:
 
 def serve(make: Callable[[int, int], Any], rank: int, threads: int, pipe: Any) -> None:
     component = make(rank, threads)
+    loop = asyncio.new_event_loop()
     with contextlib.suppress(EOFError):
         while True:
             method, arguments = pickle.loads(pipe.recv_bytes())
             try:
                 result = getattr(component, method)(*arguments)
-                result = asyncio.run(result) if inspect.iscoroutine(result) else result
+                result = loop.run_until_complete(result) if inspect.iscoroutine(result) else result
             except Exception as error:
                 result = error
             pipe.send_bytes(pickle.dumps(result))
@@ -275,7 +279,7 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="pushes after the first")
-    parser.add_argument("--threads", type=int, default=1, help="of the receiver")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the receiver")
     parser.add_argument("--links", default="shared_memory,collective,files,delta")
     parser.add_argument("--directory", help="where the files link writes; a temporary directory by default")
     CONTEXT.set_forkserver_preload(["torch", "ratchet.links.ends", "ratchet.links.sending", "ratchet.links.collective"])

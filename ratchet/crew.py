@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from itertools import chain
 from typing import TypeVar
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 
@@ -39,6 +42,17 @@ class Crew:
             wait(futures)
             torch.set_num_threads(threads)
         return [first, *(future.result() for future in futures)]
+
+    def each(self, work: Callable[[P], T], pieces: Sequence[P], sizes: Sequence[int]) -> list[T]:
+        """What comes of each piece, in order; nobody gets much more than another. Raises as `run` does."""
+        hands = [taken for taken in dealt(sizes, self.size) if taken]
+        done = self.run([partial(_done, work, [pieces[i] for i in taken]) for taken in hands])
+        found = dict(zip(chain(*hands), chain(*done), strict=True))
+        return [found[i] for i in range(len(pieces))]
+
+
+def _done(work: Callable[[P], T], pieces: Sequence[P]) -> list[T]:
+    return [work(piece) for piece in pieces]
 
 
 def _limited(threads: int, job: Callable[[], T]) -> T:

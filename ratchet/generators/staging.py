@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ratchet.crew import Crew
 from ratchet.errors import ModelError
 from ratchet.interfaces import Shard
 
@@ -25,6 +26,7 @@ class Staging:
         self.pieces: list[tuple[Tensor, Tensor]] = []  # (where to, what)
         self.stable = False  # what is received stays as it is until the commit
         self.head_is_embedding = False
+        self._crew = Crew(torch.get_num_threads())
 
     def prepare(self, manifest: Mapping[str, Any]) -> None:
         """manifest: "weights", {name: {"shape", "dtype"}} of all that will be sent (absent: whatever comes is all), and
@@ -67,12 +69,16 @@ class Staging:
             self.pieces.append((view, piece if self.stable else piece.to(view.device, view.dtype, copy=True)))
 
     def apply(self) -> None:
-        with torch.no_grad():
-            for view, piece in self.pieces:
-                view.copy_(piece)
+        self._crew.each(_copy, self.pieces, [piece.nbytes for _, piece in self.pieces])
         if self.stable and any(view.is_cuda for view, _ in self.pieces):
             torch.cuda.synchronize()  # whoever sent them may use that memory again
         self.clear()
 
     def clear(self) -> None:
         self.pieces.clear()
+
+
+def _copy(pair: tuple[Tensor, Tensor]) -> None:
+    view, piece = pair
+    with torch.no_grad():
+        view.copy_(piece)

@@ -11,15 +11,19 @@ find what keeps every sum of rows and of columns, which somebody could do on pur
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 WORDS = 1024
 ROW = 8 * WORDS  # bytes
-CHUNK = 128 * ROW  # bytes that stay in a core's cache between being written, added up by rows, and by columns
-LARGE = 8 * CHUNK  # enough that torch's threads are worth their start
+CHUNK = 64  # rows that stay in a core's cache until they are added up, with what they are copied of
+LARGE = 128  # that do alone: with fewer a call, threads wait for the interpreter more than for memory
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -30,53 +34,54 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def checksum(tensor: Tensor) -> str:
     """Of a contiguous tensor's bytes."""
     bytes_n = as_bytes(tensor)
-    sums = _Sums(bytes_n.device)
-    sums.add(bytes_n)
-    return sums.hexdigest()
+    if bytes_n.storage_offset() % 8:  # a block may begin in the middle of a word of its parameter
+        bytes_n = bytes_n.clone()
+    words = _words(bytes_n)
+    chunks = [words] if words.is_cuda else words.split(LARGE)
+    return _digest([_sums(chunk) for chunk in chunks], bytes_n)
 
 
 def copy_summed(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
-    """Copies a tensor of any layout to bytes [n] that lie one after the other, as `dtype`. Returns the checksum of the copy.
+    """Copies a tensor of any layout to bytes [n] that lie one after the other, from a multiple of 8 on, as `dtype`. Returns the
+    checksum of the copy.
 
     On a CPU chunk by chunk, so that adding up finds in the cache what copying has left there.
     """
-    target = target_n.view(dtype).view(source.shape)
-    sums, done = _Sums(target_n.device), 0
-    rows = max(1, CHUNK * len(source) // max(1, len(target_n))) if source.dim() and not target.is_cuda else None
-    for own, what in zip(target.split(rows), source.split(rows), strict=True) if rows else [(target, source)]:
+    target, words = target_n.view(dtype).view(source.shape), _words(target_n)
+    if target.is_cuda or not target.numel() or not target.dim():
+        target.copy_(source)
+        return _digest([_sums(words)], target_n)
+    least = ROW // math.gcd(ROW, len(target_n) // len(target))  # of the target's rows, that fill whole rows of words
+    step = least * max(1, CHUNK * ROW * len(target) // (least * len(target_n)))
+    chunks = words.split(step * len(target_n) // len(target) // ROW)
+    sums = []
+    for own, what, chunk in itertools.zip_longest(target.split(step), source.split(step), chunks):
         own.copy_(what)
-        end = done + own.numel() * dtype.itemsize
-        sums.add(target_n[sums.taken : end if end == len(target_n) else sums.taken + (end - sums.taken) // ROW * ROW])
-        done = end
-    return sums.hexdigest()
+        if chunk is not None:
+            sums.append(_sums(chunk))
+    return _digest(sums, target_n)
 
 
-class _Sums:
-    """Of bytes that come piece by piece."""
+def _words(bytes_n: Tensor) -> Tensor:
+    """[rows, WORDS], of all rows that are whole."""
+    rows = len(bytes_n) // ROW
+    return bytes_n[: rows * ROW].view(torch.int64).view(rows, WORDS)
 
-    def __init__(self, device: torch.device) -> None:
-        self.taken = 0
-        self._columns = torch.zeros(WORDS, dtype=torch.int64, device=device)
-        self._rows: list[Tensor] = []
-        self._tail = b""
 
-    def add(self, bytes_n: Tensor) -> None:
-        """What comes last may end in the middle of a row."""
-        whole = len(bytes_n) // ROW * ROW
-        for start in range(0, whole, LARGE):
-            chunk = bytes_n[start : min(start + LARGE, whole)]
-            if chunk.storage_offset() % 8:  # a block may begin in the middle of a word of its parameter
-                chunk = chunk.clone()
-            words = chunk.view(torch.int64).view(-1, WORDS)
-            self._rows.append(words.sum(1))
-            self._columns += words.sum(0)
-        if whole < len(bytes_n):
-            self._tail = bytes_n[whole:].cpu().numpy().tobytes()
-        self.taken += len(bytes_n)
+def _sums(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the rows, in the order of memory, so that the cache is filled ahead; and of the columns."""
+    return words.sum(1), words.sum(0)
 
-    def hexdigest(self) -> str:
-        digest = hashlib.blake2b(self.taken.to_bytes(8, "little"), digest_size=8)
-        for sums in (self._columns, *self._rows):
-            digest.update(sums.cpu().numpy().data)
-        digest.update(self._tail)
-        return digest.hexdigest()
+
+def _digest(sums: Sequence[tuple[Tensor, Tensor]], bytes_n: Tensor) -> str:
+    """sums: of chunk by chunk."""
+    digest = hashlib.blake2b(len(bytes_n).to_bytes(8, "little"), digest_size=8)
+    digest.update(_memory(functools.reduce(torch.add, (columns for _, columns in sums))))
+    for rows, _ in sums:
+        digest.update(_memory(rows))
+    digest.update(_memory(bytes_n[len(bytes_n) // ROW * ROW :]))
+    return digest.hexdigest()
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return tensor.cpu().numpy().data

@@ -24,7 +24,7 @@ from ratchet.errors import LinkError
 from ratchet.interfaces import Ranks
 from ratchet.links.blocks import Block, Open, Outgoing, Part, aligned
 from ratchet.links.checksums import as_bytes, checksum
-from ratchet.links.push import PushLink
+from ratchet.links.push import PushLink, Waiting
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class CollectiveLink(PushLink):
 
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> list[list[Part]]:
+    ) -> tuple[list[list[Part]], Waiting | None]:
         """Both ends at once. Whoever fails plays its part to the end, so that the other does not wait for it."""
         options = self.options(blocks, version)
         sending = asyncio.ensure_future(self._sent(options, since))
@@ -122,7 +122,7 @@ class CollectiveLink(PushLink):
             receiving.cancel()
         if first is not None:
             raise first
-        return sending.result()
+        return sending.result(), None
 
     async def _rollback(self) -> None:
         self._attempt += 1

@@ -21,7 +21,7 @@ from ratchet.errors import LinkError
 from ratchet.interfaces import Shard
 from ratchet.links.blocks import Block, Open, Outgoing, Part, aligned
 from ratchet.links.checksums import copy_summed
-from ratchet.links.push import PushLink
+from ratchet.links.push import PushLink, Waiting
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,11 @@ class CudaIpcLink(PushLink):
 
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> list[list[Part]]:
+    ) -> tuple[list[list[Part]], Waiting | None]:
         sizes = [sum(aligned(block.n_bytes) for block in own) for own in blocks]
         parts = await self._sent({"session": self.session, "sizes": sizes}, since)
         loans = await self.senders.call("send", "ratchet.links.cuda_ipc:lend", {"session": self.session})
-        await self.receivers.call("receive", self.receiver, {"session": self.session, "loans": loans})
-        return parts
+        return parts, (self.receiver, {"session": self.session, "loans": loans})
 
 
 def write(outgoing: Iterator[Outgoing], rank: int, *, session: str, sizes: Sequence[int]) -> list[Part]:

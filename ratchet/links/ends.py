@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ratchet.config.kinds import imported
+from ratchet.crew import Crew
 from ratchet.errors import LinkError
 from ratchet.interfaces import Generator, Learner, Shard, ShowsWeights
 from ratchet.links.blocks import Block, Open, Part, torch_dtype
@@ -61,6 +63,7 @@ class Intake:
         self._pending: Received | None = None
         # Always the same: torch starts helpers for each new thread, which takes as long as checking 100 MiB.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
+        self._crew = Crew(torch.get_num_threads())
 
     async def prepare(self, blocks: Sequence[Sequence[Block]], version: int) -> None:
         """blocks: by rank of the learner. The generator may refuse: names, shapes."""
@@ -73,11 +76,20 @@ class Intake:
         """receiver: "module:function" of the transport, called with (blocks, rank, **options)."""
         self._open = await self._aside(partial(imported(receiver), self._blocks, self.rank, **options))
 
-    async def verify(self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None) -> None:
-        """parts: what each rank says that it sent. since: they may be changes. Hands the weights to the generator.
+    async def verify(
+        self,
+        parts: Sequence[Sequence[Part]],
+        version: int,
+        since: Mapping[str, Any] | None,
+        waiting: tuple[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """parts: what each rank says that it sent. since: they may be changes. waiting: the receiver and the options by which
+        they are received, where that has not been done. Hands the weights to the generator.
 
         Raises LinkError for the first part that is not what was sent, DeltaRefused.
         """
+        if waiting is not None:
+            await self.receive(*waiting)
         shards = await self._aside(partial(self._verified, parts, version, since))
         await self.generator.receive(iter(shards))
 
@@ -88,8 +100,10 @@ class Intake:
     def _verified(self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None) -> list[Shard]:
         assert self._open is not None, "nothing was received"
         found = [(rank, part, self._open(rank, part)) for rank, own in enumerate(parts) for part in own]
-        for rank, part, numbers in found:
-            if (own := checksum(numbers)) != part.checksum:
+        numbers, sizes = [numbers for *_, numbers in found], [part.n_bytes for _, part, _ in found]
+        sums = self._crew.each(checksum, numbers, sizes)
+        for (rank, part, _), own in zip(found, sums, strict=True):
+            if own != part.checksum:
                 block = self._blocks[rank][part.block]
                 raise LinkError(
                     f"weight '{block.name}' did not arrive as rank {rank} sent it: checksum {own}, not {part.checksum}",

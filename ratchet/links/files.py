@@ -25,7 +25,7 @@ from ratchet.errors import LinkError
 from ratchet.interfaces import Ranks
 from ratchet.links.blocks import Block, Open, Outgoing, Part, aligned
 from ratchet.links.checksums import as_bytes, copy_summed
-from ratchet.links.push import PushLink
+from ratchet.links.push import PushLink, Waiting
 
 
 class FilesLink(PushLink):
@@ -40,15 +40,14 @@ class FilesLink(PushLink):
 
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> list[list[Part]]:
+    ) -> tuple[list[list[Part]], Waiting | None]:
         draft = self.directory / f".draft-{uuid.uuid4().hex[:8]}"
         complete = self.directory / f"push-{version}-{draft.name[-8:]}"
         self._keep(self._newest())
         draft.mkdir(parents=True)
         parts = await self._sent({"directory": str(draft)}, since)
         draft.rename(complete)
-        await self.receivers.call("receive", self.receiver, {"directory": str(complete)})
-        return parts
+        return parts, (self.receiver, {"directory": str(complete)})
 
     async def _push(self, version: int) -> None:
         await super()._push(version)

@@ -1,15 +1,19 @@
-"""From a section to a link. The ends are given as what they are: in this process, or ranks of other processes."""
+"""From a section to a link. The ends are given as what they are: in this process, or ranks of other processes.
+
+What carries weights is imported where it is made: a run imports the transport that it has, and none where weights are shared.
+"""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct
 from ratchet.errors import ConfigError
 from ratchet.interfaces import Generator, Learner, Link, Ranks
-from ratchet.links.collective import CollectiveLink
 from ratchet.links.config import (
     AutoLinkConfig,
     CollectiveLinkConfig,
@@ -19,11 +23,13 @@ from ratchet.links.config import (
     SharedLinkConfig,
     SharedMemoryLinkConfig,
 )
-from ratchet.links.cuda_ipc import CudaIpcLink
-from ratchet.links.ends import Intake, OneRank, Outlet
-from ratchet.links.files import FilesLink
 from ratchet.links.shared import SharedLink
-from ratchet.links.shared_memory import SharedMemoryLink
+
+if TYPE_CHECKING:
+    from ratchet.links.collective import CollectiveLink
+    from ratchet.links.cuda_ipc import CudaIpcLink
+    from ratchet.links.files import FilesLink
+    from ratchet.links.shared_memory import SharedMemoryLink
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,19 @@ class Between:
 
     @property
     def outlets(self) -> Ranks:
-        return self.learner if isinstance(self.learner, Ranks) else OneRank(Outlet(self.learner))
+        if isinstance(self.learner, Ranks):
+            return self.learner
+        from ratchet.links.ends import OneRank, Outlet
+
+        return OneRank(Outlet(self.learner))
 
     @property
     def intakes(self) -> Ranks:
-        return self.receivers if self.receivers is not None else OneRank(Intake(self.generator))
+        if self.receivers is not None:
+            return self.receivers
+        from ratchet.links.ends import Intake, OneRank
+
+        return OneRank(Intake(self.generator))
 
     @property
     def shares_weights(self) -> bool:
@@ -74,19 +88,25 @@ def shared(config: SharedLinkConfig, between: Between) -> SharedLink:
 
 
 def shared_memory(config: SharedMemoryLinkConfig, between: Between) -> SharedMemoryLink:
+    from ratchet.links.shared_memory import SharedMemoryLink
+
     return SharedMemoryLink(between.outlets, between.intakes, run=between.run, dtype=config.dtype, timeout_s=config.timeout_s)
 
 
 def cuda_ipc(config: CudaIpcLinkConfig, between: Between) -> CudaIpcLink:
+    from ratchet.links.cuda_ipc import CudaIpcLink
+
     return CudaIpcLink(between.outlets, between.intakes, dtype=config.dtype, timeout_s=config.timeout_s)
 
 
 def collective(config: CollectiveLinkConfig, between: Between) -> CollectiveLink:
+    from ratchet.links.collective import CollectiveLink
+
     return CollectiveLink(
         between.outlets,
         between.intakes,
         receivers_count=between.receivers_count,
-        host=config.host,
+        host=config.host or ("127.0.0.1" if between.one_host else socket.gethostname()),
         backend=config.backend,
         bucket_mib=config.bucket_mib,
         dtype=config.dtype,
@@ -95,6 +115,8 @@ def collective(config: CollectiveLinkConfig, between: Between) -> CollectiveLink
 
 
 def files(config: FilesLinkConfig, between: Between) -> FilesLink:
+    from ratchet.links.files import FilesLink
+
     return FilesLink(
         between.outlets,
         between.intakes,
@@ -107,7 +129,11 @@ def files(config: FilesLinkConfig, between: Between) -> FilesLink:
 def delta(config: DeltaLinkConfig, between: Between) -> FilesLink | SharedMemoryLink:
     ends = (between.outlets, between.intakes)
     if config.through == "shared_memory":
+        from ratchet.links.shared_memory import SharedMemoryLink
+
         return SharedMemoryLink(*ends, run=between.run, changes_only=True, dtype=config.dtype, timeout_s=config.timeout_s)
+    from ratchet.links.files import FilesLink
+
     where = _directory(config.directory, between)
     return FilesLink(*ends, directory=where, changes_only=True, dtype=config.dtype, timeout_s=config.timeout_s)
 

@@ -16,6 +16,8 @@ from ratchet.errors import LinkError
 from ratchet.interfaces import Ranks
 from ratchet.links.blocks import Block, Part, check_cover
 
+Waiting = tuple[str, Mapping[str, Any]]  # "module:function" of the transport, and its options: see `Intake.receive`
+
 log = logging.getLogger(__name__)
 
 SEND, DESCRIBE, SUMS = (f"ratchet.links.sending:{name}" for name in ("send", "describe", "sums"))
@@ -70,10 +72,10 @@ class PushLink:
         await self.receivers.call("prepare", blocks, version)
         since = await self._since(version) if self.changes_only else None
         self._doing = "weights are sent"
-        parts = await self._transfer(blocks, version, since)
+        parts, waiting = await self._transfer(blocks, version, since)
         self.sent_bytes = sum(part.n_bytes for own in parts for part in own)
         self._doing = "a receiver compares checksums"
-        await self.receivers.call("verify", parts, version, since)
+        await self.receivers.call("verify", parts, version, since, waiting)
         self._doing = "a receiver commits"
         await self.receivers.call("commit", version)
 
@@ -92,12 +94,10 @@ class PushLink:
 
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> list[list[Part]]:
-        """Of a transport where what is sent waits to be received."""
+    ) -> tuple[list[list[Part]], Waiting | None]:
+        """What was sent; where it waits for the receivers, what they call to get at it."""
         options = self.options(blocks, version)
-        parts = await self._sent(options, since)
-        await self.receivers.call("receive", self.receiver, options)
-        return parts
+        return await self._sent(options, since), (self.receiver, options)
 
     def options(self, blocks: Sequence[Sequence[Block]], version: int) -> Mapping[str, Any]:
         """What the transport's two functions are told, beside what they move."""

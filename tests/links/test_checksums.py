@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ratchet.links.checksums import ROW, as_bytes, checksum, copy_summed
 
-SIZES = [0, 1, 7, 8, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, 200 * ROW + 24]
+SIZES = [0, 1, 7, 8, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, 200 * ROW + 24, 600 * ROW + 24]
 
 
 def data(size, seed=0):
@@ -40,6 +40,8 @@ def test_it_is_made_of_the_sums_of_rows_and_columns(size):
         torch.randn(64, 4096).t(),
         torch.randn(40, 30, 50),
         torch.arange(70000),
+        torch.randn(2200, 300),  # several chunks, whose ends are ends of rows of the checksum too
+        torch.randn(2048 * 128 + 5),  # the last chunk has no whole row
         torch.tensor([True, False, True]),
     ],
     ids=lambda x: str(tuple(x.shape)),

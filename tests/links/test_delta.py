@@ -128,19 +128,6 @@ def test_a_position_outside_of_the_block_is_refused():
 WHOLE = 4 * 30 * 4  # bytes of four matrices
 
 
-@pytest.fixture(scope="module")
-def processes():
-    made = Processes(2, "links.components:RowsRank")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def ranks(processes):
-    processes.ask("become", 0)
-    return processes
-
-
 @pytest.mark.parametrize("through", ["files", "shared_memory"])
 def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path):
     kept = Kept()

@@ -34,23 +34,10 @@ class Tampering(OneRank):
         return await super().call(method, *arguments)
 
 
-@pytest.fixture(scope="module")
-def processes():
-    made = Processes(2, "links.components:RowsRank")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def ranks(processes):
-    processes.ask("become", 0)
-    return processes
-
-
 def flip_in_segment(session_at):
     """A bit of the second weight of rank 1."""
 
-    def act(parts, version, since):
+    def act(parts, *_):
         part = parts[1][1]
         (bytes_n,) = (mapped for _, mapped in shared_memory._MAPPED.values())
         start = shared_memory.HEADER + len(bytes_n[shared_memory.HEADER :]) // 2
@@ -106,7 +93,7 @@ def test_a_flipped_bit_in_a_file_is_refused(kind, ranks, tmp_path):
     link = LINKS[kind](ranks, receiver, tmp_path)
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
-    receiver.method, receiver.act = "receive", flip_in_file(tmp_path)
+    receiver.method, receiver.act = "verify", flip_in_file(tmp_path)
     error = push_then_fail(link, kept, ranks, match="did not arrive as rank 1 sent it")
     assert error.rank == 1
 
@@ -117,7 +104,7 @@ def test_a_file_that_is_cut_off_or_gone_is_refused(ranks, tmp_path):
     link = LINKS["files"](ranks, receiver, tmp_path)
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
-    receiver.method = "receive"
+    receiver.method = "verify"
 
     def cut(*_):
         (path,) = tmp_path.glob("push-2-*/rank-0.safetensors")

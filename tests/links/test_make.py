@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+
 import pytest
 from links.components import Kept
 
@@ -60,6 +64,29 @@ def test_keys_reach_the_link(tmp_path):
     assert make_link(resolve("link", chosen), between).directory == tmp_path / "other"
     assert make_link(resolve("link", {}), between).run == "mine"
     assert make_link(resolve("link", {"kind": "delta"}), between).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("one_host", "host"), [(True, "127.0.0.1"), (False, socket.gethostname())])
+def test_others_reach_the_driver_at_an_address_that_they_can(one_host, host):
+    between = Between(RANKS, Kept(), one_host=one_host)
+    assert make_link(resolve("link", {"kind": "collective"}), between).host == host
+    assert make_link(resolve("link", {"kind": "collective", "host": "10.0.0.1"}), between).host == "10.0.0.1"
+
+
+SHARED = """
+import sys
+from types import SimpleNamespace
+from ratchet.config.kinds import resolve
+from ratchet.links.make import Between, make_link
+
+make_link(resolve("link", {}), Between(SimpleNamespace(), SimpleNamespace(shares_weights=True)))
+print(*sorted(name for name in sys.modules if name in {"torch", "safetensors"} or name.startswith("ratchet.links.")))
+"""
+
+
+def test_shared_weights_need_no_transport():
+    done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ratchet.links.config", "ratchet.links.make", "ratchet.links.shared"]
 
 
 def test_weights_that_are_not_shared_are_not_taken_for_shared():
