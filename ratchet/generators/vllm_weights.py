@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from ratchet.errors import ModelError
 from ratchet.interfaces import Shard
@@ -89,7 +89,7 @@ class Outbox:
             "dtype": str(dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
             "offset": offset,
-            "checksum": zlib.crc32(data),
+            "checksum": xxh3_128_hexdigest(data),
         }
 
     def manifest(self) -> dict[str, Any] | None:
@@ -132,7 +132,7 @@ class Inbox:
         with memoryview(self.memory) as view:
             for name, entry in self.entries.items():
                 start, size = entry["offset"], self._bytes(entry)
-                if zlib.crc32(view[start : start + size]) != entry["checksum"]:
+                if xxh3_128_hexdigest(view[start : start + size]) != entry["checksum"]:
                     found.append(name)
         return found
 

@@ -107,7 +107,8 @@ class RankForward(Forward):
 class DTensorLearner:
     """What one rank does for `Learner`. Every rank gets the same calls, in the same order, and as many micro-batches.
 
-    model, head: divided by `shard_model`. device: that computes, wherever weights rest. optimizer, total_steps, autocast, shared_vocab: as for `LocalLearner`.
+    model, head: divided by `shard_model`. device: that computes, wherever weights rest. optimizer, total_steps, autocast,
+    shared_vocab: as for `LocalLearner`.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ CHUNK_MIB, CHUNK_MIB_GPU = 16, 256  # "auto": a CPU's cache is small, an acceler
 
 
 class Forward:
-    """chunk_mib: logits that exist at a time. autocast, shared_vocab: see `LocalLearner`. device: None where the weights are."""
+    """chunk_mib: logits that exist at a time. device: None: where the weights are. autocast, shared_vocab: see
+    `LocalLearner`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from ratchet.errors import DeltaRefused, LinkError
 from ratchet.interfaces import Shard
 from ratchet.links.blocks import Block, Open, Outgoing, Part, sent_dtype
-from ratchet.links.checksums import checksum
+from ratchet.links.checksums import agrees, checksum
 
 POSITION = torch.int32  # within a block
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,7 +120,7 @@ class Received:
                     positions[part.block] = numbers
                 else:
                     apply(self.blocks[key], positions.pop(part.block).to(self.blocks[key].device), numbers)
-                    if checksum(self.blocks[key]) != part.result:
+                    if not agrees(self.blocks[key], part.result):
                         name = by_rank[rank][part.block].name
                         raise LinkError(
                             f"weight '{name}' of rank {rank} is not what it should be after its changes", tensor=name, rank=rank

@@ -18,7 +18,7 @@ from ratchet.crew import Crew
 from ratchet.errors import LinkError
 from ratchet.interfaces import Generator, Learner, Shard, ShowsWeights
 from ratchet.links.blocks import Block, Open, Part, torch_dtype
-from ratchet.links.checksums import checksum
+from ratchet.links.checksums import agrees
 from ratchet.links.delta import Received
 
 T = TypeVar("T")
@@ -100,13 +100,13 @@ class Intake:
     def _verified(self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None) -> list[Shard]:
         assert self._open is not None, "nothing was received"
         found = [(rank, part, self._open(rank, part)) for rank, own in enumerate(parts) for part in own]
-        numbers, sizes = [numbers for *_, numbers in found], [part.n_bytes for _, part, _ in found]
-        sums = self._crew.each(checksum, numbers, sizes)
-        for (rank, part, _), own in zip(found, sums, strict=True):
-            if own != part.checksum:
+        pairs, sizes = [(numbers, part.checksum) for _, part, numbers in found], [part.n_bytes for _, part, _ in found]
+        whole = self._crew.each(lambda pair: agrees(*pair), pairs, sizes)
+        for (rank, part, _), right in zip(found, whole, strict=True):
+            if not right:
                 block = self._blocks[rank][part.block]
                 raise LinkError(
-                    f"weight '{block.name}' did not arrive as rank {rank} sent it: checksum {own}, not {part.checksum}",
+                    f"weight '{block.name}' did not arrive as rank {rank} sent it: its checksum isn't {part.checksum}",
                     tensor=block.name,
                     rank=rank,
                 )
@@ -151,6 +151,6 @@ class Intake:
         for own in sums:
             for block, wanted in own:
                 view = shown.get(block.name)
-                if view is None or checksum(block.cut(view).to(torch_dtype(block.dtype)).contiguous()) != wanted:
+                if view is None or not agrees(block.cut(view).to(torch_dtype(block.dtype)).contiguous(), wanted):
                     found[block.name] = None
         return list(found)
