@@ -246,9 +246,8 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
     if reason := misfit(**sizes, on_cpu=config.device == "cpu"):
-        yield _clash(
-            f"generator.kind={getattr(stage.generator, 'kind', '')} can't run this model: {reason}", "generator", "model"
-        )
+        held = getattr(stage.generator, "of", stage.generator)
+        yield _clash(f"generator {getattr(held, 'kind', '')} can't run this model: {reason}", "generator", "model")
 
 
 def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -334,7 +333,8 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     kind = getattr(config.cluster, "kind", "")
-    if kind in ("ray", "torchrun") and getattr(stage.learner, "kind", "") == "local":
+    generates = kind == "ray" and getattr(stage.generator, "kind", "") == "workers"
+    if kind in ("ray", "torchrun") and getattr(stage.learner, "kind", "") == "local" and not generates:
         yield _clash(
             f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this one: set learner.kind=dtensor "
             "or remove cluster",

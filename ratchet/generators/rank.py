@@ -1,0 +1,133 @@
+"""What lives in the process of a generator's worker: the generator, and its ends of links.
+
+Calls come one at a time, and what was begun goes on only while one of them waits. So the driver asks in exchanges: each brings
+new requests, generates for a while, and takes along what has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.errors import WorkerRaised
+from ratchet.interfaces import Generator, Placeable, Shard, ShowsWeights
+from ratchet.types import Completion, Sampling
+
+Asked = tuple[int, NDArray[np.int64], Sampling]  # number of the request, prompt, how
+Answered = tuple[int, Completion | Exception]
+
+TOGETHER_S = 0.005  # after the first completion: what ends by then travels with it
+
+
+class GeneratorRank:
+    """generator: made in this process. intake: makes the receiving end of a link, of the generator and its place among the
+    link's receivers."""
+
+    def __init__(self, generator: Generator, intake: Callable[[Generator, int], Any]) -> None:
+        self.generator = generator
+        self._intake = intake
+        self._intakes: dict[int, Any] = {}
+        self._running: dict[int, asyncio.Task[Completion]] = {}
+
+    def host(self) -> str:
+        return socket.gethostname()
+
+    # --- requests
+
+    async def exchange(
+        self, new: Sequence[Asked], cancelled: Sequence[int], wait_s: float, abort: bool = False
+    ) -> list[Answered]:
+        """Begins new requests, and generates until some have ended, at most for so many seconds. Gives what has ended. abort:
+        those of before end with what they have."""
+        if abort:
+            self.generator.abort()
+        for number in cancelled:
+            if (task := self._running.pop(number, None)) is not None:
+                task.cancel()
+        for number, tokens, sampling in new:
+            self._running[number] = asyncio.ensure_future(self.generator.generate(tokens, sampling))
+        if self._running:
+            _, left = await asyncio.wait(self._running.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if left and len(left) < len(self._running):
+                await asyncio.wait(left, timeout=TOGETHER_S)
+        else:
+            await asyncio.sleep(0)  # those that are cancelled hear of it
+        return [(number, _result(self._running.pop(number))) for number, task in list(self._running.items()) if task.done()]
+
+    async def pause(self) -> None:
+        await self.generator.pause()
+
+    async def resume(self) -> None:
+        await self.generator.resume()
+
+    # --- weights
+
+    async def link(self, place: int, method: str, *arguments: Any) -> Any:
+        """Calls the receiving end of a link. place: among the link's receivers."""
+        if place not in self._intakes:
+            self._intakes[place] = self._intake(self.generator, place)
+        found = getattr(self._intakes[place], method)(*arguments)
+        return await found if inspect.isawaitable(found) else found
+
+    async def prepare(self, manifest: Mapping[str, Any]) -> None:
+        await self.generator.prepare(manifest)
+
+    async def receive(self, shards: Sequence[Shard]) -> None:
+        await self.generator.receive(iter(shards))
+
+    async def commit(self, version: int) -> None:
+        await self.generator.commit(version)
+
+    async def rollback(self) -> None:
+        await self.generator.rollback()
+
+    def weights(self) -> list[Shard]:
+        """On the CPU; nothing where the generator doesn't show them."""
+        if not isinstance(self.generator, ShowsWeights):
+            return []
+        return [
+            Shard(shard.name, shard.shape, shard.offsets, shard.tensor.detach().to("cpu", copy=True))
+            for shard in self.generator.weights()
+        ]
+
+    # --- the accelerator
+
+    async def onload(self) -> None:
+        if isinstance(self.generator, Placeable):
+            await self.generator.onload()
+
+    async def offload(self) -> None:
+        if isinstance(self.generator, Placeable):
+            await self.generator.offload()
+
+    async def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        if isinstance(self.generator, Placeable):
+            await self.generator.close()
+
+
+def _result(task: asyncio.Task[Completion]) -> Completion | Exception:
+    """The error in a form that can be sent."""
+    if task.cancelled():
+        return WorkerRaised("the generator cancelled the request")
+    error = task.exception()
+    if error is None:
+        return task.result()
+    said = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its own __reduce__ does
+        return WorkerRaised(said)
+    if not isinstance(error, Exception):  # SystemExit too: it was meant for this process
+        return WorkerRaised(said)
+    error.add_note(f"raised in the generator's worker:\n{said}")
+    return error
