@@ -19,7 +19,6 @@ from ratchet.generators.rank import GeneratorRank
 from ratchet.generators.router import Receivers, Router
 from ratchet.generators.workers_config import WorkersConfig
 from ratchet.interfaces import Audits, Executor, Link, Workers
-from ratchet.links.ends import Intake
 from ratchet.links.make import Between, make_link
 from ratchet.models.origin import Origin
 from ratchet.observe.metrics import MetricsManager
@@ -38,6 +37,8 @@ class Seat(Protocol):
 
 def make_rank(seat: Seat, *, section: Mapping[str, Any], origin: Origin, tokenizer: Tokenizer) -> GeneratorRank:
     """What a worker's process holds. section: the values of its generator's. Its first weights are those of the origin."""
+    from ratchet.links.ends import Intake  # the driver needs it where it has the generator itself
+
     prepare_process(seat.threads)
     config = resolve("generating", section)
     if seat.device != "cpu":

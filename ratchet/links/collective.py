@@ -27,6 +27,9 @@ from ratchet.links.checksums import as_bytes, checksum
 from ratchet.links.push import PushLink
 
 
+JOIN_S = 15.0  # for all to come to a group: whoever waits for one that has died hears of it no sooner
+
+
 @dataclass(frozen=True)
 class Meeting:
     """Where and how groups come together. key: other for each attempt. sizes: bytes that each rank sends."""
@@ -53,12 +56,14 @@ class Meeting:
 
     def group(self, rank: int, place: int) -> Any:
         """Of a rank of the learner (at place 0) with all receivers. Waits until all are there."""
-        timeout = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+        join = timedelta(seconds=min(JOIN_S, self.timeout_s))
+        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join)
         own = dist.PrefixStore(f"{self.key}/{rank}", store)
         if self.backend == "nccl":
             return dist.ProcessGroupNCCL(own, place, 1 + self.receivers)  # pyright: ignore[reportCallIssue]
-        return dist.ProcessGroupGloo(own, place, 1 + self.receivers, timeout)
+        group = dist.ProcessGroupGloo(own, place, 1 + self.receivers, join)
+        group._set_default_timeout(timedelta(seconds=self.timeout_s))
+        return group
 
 
 _GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}  # of this process: (session, end) -> (key, groups)
@@ -116,6 +121,7 @@ class CollectiveLink(PushLink):
             done, others = await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_EXCEPTION)
             first = next((error for task in done if (error := task.exception())), None)
             if others:
+                self._store = None  # whoever still waits there, for one that is gone, is told so
                 await asyncio.wait(others)
         finally:
             sending.cancel()

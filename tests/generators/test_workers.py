@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from generators.workers_play import PROMPTS, columns, config, drawn, engine, requests, router_here
+from generators.workers_play import PROMPTS, Holder, columns, config, drawn, engine, requests, router_here
 from pydantic import ValidationError
 
 from ratchet.config.kinds import resolve
@@ -178,16 +178,6 @@ def test_a_generator_that_breaks_is_a_worker_that_died():
 
 
 # --- weights
-
-
-class Holder:
-    """A learner of fixed weights."""
-
-    def __init__(self, seed):
-        self.generator = engine(seed)
-
-    def weights(self):
-        return self.generator.weights()
 
 
 def linked(router, learner):

@@ -42,6 +42,16 @@ def columns(completions):
     return [(c.tokens.tolist(), c.logprobs.tolist(), c.versions.tolist(), c.stop) for c in completions]
 
 
+class Holder:
+    """A learner of fixed weights."""
+
+    def __init__(self, seed):
+        self.generator = engine(seed)
+
+    def weights(self):
+        return self.generator.weights()
+
+
 class Here:
     """Implements what a router calls of `Workers`, in this process. exchanges: after so many it is dead; None: it lives.
 
