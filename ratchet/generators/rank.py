@@ -18,11 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.errors import WorkerRaised
+from ratchet.generators.exchange import Answered, Asked
 from ratchet.interfaces import Generator, Placeable, Shard, ShowsWeights
 from ratchet.types import Completion, Sampling
-
-Asked = tuple[int, NDArray[np.int64], Sampling]  # number of the request, prompt, how
-Answered = tuple[int, Completion | Exception]
 
 TOGETHER_S = 0.005  # after the first completion: what ends by then travels with it
 
@@ -36,15 +34,15 @@ class GeneratorRank:
         self._intake = intake
         self._intakes: dict[int, Any] = {}
         self._running: dict[int, asyncio.Task[Completion]] = {}
+        self._done: dict[int, asyncio.Task[Completion]] = {}
+        self._some: asyncio.Future[None] | None = None  # set when something is done
 
     def host(self) -> str:
         return socket.gethostname()
 
     # --- requests
 
-    async def exchange(
-        self, new: Sequence[Asked], cancelled: Sequence[int], wait_s: float, abort: bool = False
-    ) -> list[Answered]:
+    async def exchange(self, asked: Asked, cancelled: Sequence[int], wait_s: float, abort: bool = False) -> Answered:
         """Begins new requests, and generates until some have ended, at most for so many seconds. Gives what has ended. abort:
         those of before end with what they have."""
         if abort:
@@ -52,15 +50,30 @@ class GeneratorRank:
         for number in cancelled:
             if (task := self._running.pop(number, None)) is not None:
                 task.cancel()
-        for number, tokens, sampling in new:
-            self._running[number] = asyncio.ensure_future(self.generator.generate(tokens, sampling))
-        if self._running:
-            _, left = await asyncio.wait(self._running.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if left and len(left) < len(self._running):
-                await asyncio.wait(left, timeout=TOGETHER_S)
+        for number, tokens, sampling in asked.each():
+            self._begin(number, tokens, sampling)
+        if self._running and not self._done:
+            self._some = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._some], timeout=wait_s)
+        if self._running and self._done:
+            await asyncio.sleep(TOGETHER_S)
         else:
             await asyncio.sleep(0)  # those that are cancelled hear of it
-        return [(number, _result(self._running.pop(number))) for number, task in list(self._running.items()) if task.done()]
+        done, self._done = self._done, {}
+        results = {number: _result(task) for number, task in done.items()}
+        errors = {number: one for number, one in results.items() if isinstance(one, Exception)}
+        return Answered.of({number: one for number, one in results.items() if isinstance(one, Completion)}, errors)
+
+    def _begin(self, number: int, tokens: NDArray[np.int64], sampling: Sampling) -> None:
+        task = self._running[number] = asyncio.ensure_future(self.generator.generate(tokens, sampling))
+
+        def ended(task: asyncio.Task[Completion]) -> None:
+            if self._running.pop(number, None) is not None:  # nobody waits for one that was cancelled
+                self._done[number] = task
+                if self._some is not None and not self._some.done():
+                    self._some.set_result(None)
+
+        task.add_done_callback(ended)
 
     async def pause(self) -> None:
         await self.generator.pause()

@@ -225,13 +225,13 @@ class Router:
         assert group is not None, "only who serves is asked"
         await asyncio.sleep(0)  # callers of the same moment enter together: equal prompts are then computed once
         while station.busy and station.group is group:
-            new, cancelled, abort = station.outgoing()
+            asked, cancelled, abort = station.outgoing()
             try:
-                (answers,) = await group.call("exchange", new, cancelled, WAIT_S, abort)
+                (answered,) = await group.call("exchange", asked, cancelled, WAIT_S, abort)
             except Exception as error:  # whatever it is, what was asked has no answer
                 self.lost(station, group, error)
                 return
-            for number, answer in answers:
+            for number, answer in (*answered.each(), *answered.errors.items()):
                 if isinstance(answer, Exception) and not _of_request(answer):
                     self.lost(station, group, answer)
                     return

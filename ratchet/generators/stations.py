@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.generators.rank import Asked
+from ratchet.generators.exchange import Asked
 from ratchet.interfaces import Workers
 from ratchet.types import Completion, Sampling, StopReason
 
@@ -75,10 +75,10 @@ class Station:
         self.load += wanted.cost
         self.prompts[wanted.key] += 1
 
-    def outgoing(self) -> tuple[list[Asked], list[int], bool]:
+    def outgoing(self) -> tuple[Asked, list[int], bool]:
         """What is sent next: requests, the numbers of cancelled ones, and whether to abort those of before."""
-        new = [(wanted.number, wanted.tokens, wanted.sampling) for wanted in self.waiting.values()]
-        told = (new, self.cancelled, self.aborting)
+        asked = Asked.of({n: (wanted.tokens, wanted.key, wanted.sampling) for n, wanted in self.waiting.items()})
+        told = (asked, self.cancelled, self.aborting)
         self.sent.update(self.waiting)
         self.waiting, self.cancelled, self.aborting = {}, [], False
         return told

@@ -26,7 +26,6 @@ from ratchet.links.blocks import Block, Open, Outgoing, Part, aligned
 from ratchet.links.checksums import as_bytes, checksum
 from ratchet.links.push import PushLink
 
-
 JOIN_S = 15.0  # for all to come to a group: whoever waits for one that has died hears of it no sooner
 
 

@@ -1,5 +1,5 @@
-"""A run samples the same tokens and takes the same steps, wherever its generators and its learner live, and whatever kind of link
-lies between them."""
+"""A run samples the same tokens and takes the same steps, wherever its generators and its learner live, whatever the kind of the
+link between them."""
 
 import asyncio
 
@@ -110,4 +110,5 @@ def test_a_model_of_transformers(executor, tmp_path):
 
     embedded = metrics_of(settings({"kind": "hf"}), executor, tmp_path)
     workers = {"kind": "workers", "of": {"kind": "hf"}, "workers": 1}
-    assert metrics_of(settings(workers), executor, tmp_path) == embedded
+    for ours, theirs in zip(metrics_of(settings(workers), executor, tmp_path), embedded, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)  # a row of its batches depends on the others, in the last bits
