@@ -75,6 +75,9 @@ class Here:
         found = getattr(self.component, method)(*arguments)
         return [await found if asyncio.iscoroutine(found) else found]
 
+    def call_now(self, method):
+        return [getattr(self.component, method)()]
+
     def death(self):
         self.died = True
         return WorkerDied(f"generator rank {self.rank} died", role="generator", rank=self.rank, host="here")

@@ -1,5 +1,5 @@
-"""A run samples the same tokens and takes the same steps, wherever its generators and its learner live, whatever the kind of the
-link between them."""
+"""A run samples the same tokens and takes the same steps wherever its generators and its learner live, whatever link lies
+between them."""
 
 import asyncio
 
