@@ -6,7 +6,9 @@ import asyncio
 import pytest
 
 from ratchet.assemble import build_policy, build_run, start_processes
+from ratchet.config.kinds import resolve
 from ratchet.config.schema import RunConfig
+from ratchet.errors import ConfigError
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
 from ratchet.executors.machine import freeze
@@ -112,3 +114,17 @@ def test_a_model_of_transformers(executor, tmp_path):
     workers = {"kind": "workers", "of": {"kind": "hf"}, "workers": 1}
     for ours, theirs in zip(metrics_of(settings(workers), executor, tmp_path), embedded, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)  # a row of its batches depends on the others, in the last bits
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"generator": WORKERS}, r"needs learner\.kind=dtensor"),
+        ({**RANKS, "generator": {"kind": "workers", "of": {"kind": "vllm"}}}, "vLLM starts processes of its own"),
+        ({**RANKS, "generator": {**WORKERS, "recovery": "restart"}}, "starts no process a second time"),
+    ],
+)
+def test_what_torchrun_cannot_give(executor, keys, said):
+    settings = config(**keys).model_copy(update={"cluster": resolve("cluster", {"kind": "torchrun"})})
+    with pytest.raises(ConfigError, match=said):
+        start_processes(settings, executor, build_policy(settings))
