@@ -17,7 +17,10 @@ from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.executors.cluster import Need
-from ratchet.interfaces import Executor, Reward, Workers
+from ratchet.generation import generator_needs, start_generators
+from ratchet.generators.router import Router
+from ratchet.generators.workers_config import WorkersConfig
+from ratchet.interfaces import Executor, Reward
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.topology import parts, topology_of
 from ratchet.models.load import init_policy, load_policy
@@ -29,7 +32,7 @@ from ratchet.roles import check_roles
 from ratchet.run import Run
 from ratchet.types import Sampling
 
-LEARNER = "learner"  # the name of the group that trains
+LEARNER, DRIVER = "learner", "driver"  # names of the group that trains, and of this process where it does
 
 
 def build_executor(config: RunConfig) -> Executor:
@@ -38,25 +41,69 @@ def build_executor(config: RunConfig) -> Executor:
     return construct(config.cluster, threads=config.threads, device=config.device)
 
 
-def start_ranks(config: RunConfig, executor: Executor, model: PolicyModel) -> Workers | None:
-    """The processes in which all stages train, with the model that `model` is, divided among them; None where this one trains.
+def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Policy:
+    """The policy with the processes that all stages share: those that train, the model divided among them, and those that
+    generate; where the recipe asks for neither, the policy as it is.
 
-    Raises ConfigError where the cluster has no room for them, ModelError where the model can't be divided so.
+    Raises ConfigError where the cluster has no room for all of them, ModelError where the model can't be divided so.
     """
+    learner, generator = config.stages[0].learner, config.stages[0].generator
+    on_cpu = config.device == "cpu"
+    trainers = _trainer_needs(config, policy.model)
+    # A driver that trains on an accelerator of this machine has that to itself, but for a generator that takes turns with it.
+    drives = not trainers and not on_cpu and _kind(config.cluster) == "local"
+    learners = trainers or ([Need(DRIVER, 1, gpus=1)] if drives else [])
+    beside = learners[0].role if _colocated(config) and learners and not on_cpu else None
+    generators = generator_needs(generator, on_cpu=on_cpu, beside=beside)
+    if not trainers and not generators:
+        return policy
+    if generators:
+        _check_torchrun(config)
+    executor.plan([*learners, *generators])
+    origin = _origin(config, policy.model)
+    if trainers:
+        ranks = executor.group(LEARNER)
+        ranks.build_now("ratchet.learners.rank:LearnerRank", {"learner": learner.model_dump(mode="json"), "origin": origin})
+        policy = replace(policy, ranks=ranks)
+    if isinstance(generator, WorkersConfig):
+        assert isinstance(policy.generator, Router), "the section builds one"
+        start_generators(policy.generator, generator, executor, origin, policy.tokenizer)
+    return policy
+
+
+def _colocated(config: RunConfig) -> bool:
+    return getattr(config.cluster, "colocated", False)
+
+
+def _check_torchrun(config: RunConfig) -> None:
+    """Its processes are there once, one for each accelerator."""
+    stage = config.stages[0]
+    if _kind(config.cluster) != "torchrun" or not isinstance(stage.generator, WorkersConfig):
+        return
+    if not isinstance(stage.learner, DTensorConfig):
+        raise ConfigError(
+            "generator.kind=workers under torchrun needs learner.kind=dtensor: who drives there is one of those who work"
+        )
+    if _kind(stage.generator.of) == "vllm":
+        raise ConfigError("vLLM starts processes of its own, which torchrun's are not: set cluster.kind=local or ray")
+    if stage.generator.recovery == "restart":
+        raise ConfigError("torchrun starts no process a second time: set generator.recovery=none, or cluster.kind=local or ray")
+
+
+def _kind(section: Section) -> str:
+    return str(getattr(section, "kind", ""))
+
+
+def _trainer_needs(config: RunConfig, model: PolicyModel) -> list[Need]:
+    """Nothing where this process trains."""
     section = config.stages[0].learner
     if not isinstance(section, DTensorConfig):
-        return None
-    on_cpu = config.device == "cpu"
-    world = topology_of(section).world
-    origin = _origin(config, model)
+        return []
     if isinstance(model, DecoderPolicy):
         parts(section).check(model.decoder.config)
     else:
         _check_whole(section, model)
-    executor.plan([Need(LEARNER, world, gpus=0 if on_cpu else 1)])
-    ranks = executor.group(LEARNER)
-    ranks.build_now("ratchet.learners.rank:LearnerRank", {"learner": section.model_dump(mode="json"), "origin": origin})
-    return ranks
+    return [Need(LEARNER, topology_of(section).world, gpus=0 if config.device == "cpu" else 1)]
 
 
 def _check_whole(section: DTensorConfig, model: PolicyModel) -> None:
@@ -174,5 +221,5 @@ def plan_of(config: RunConfig, index: int) -> Plan:
         parity=stage.parity,
         algorithm=stage.algorithm,
         link=stage.link,
-        colocated=getattr(config.cluster, "colocated", False),
+        colocated=_colocated(config),
     )

@@ -31,11 +31,14 @@ from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tasks import TaskStream
+from ratchet.generation import link_of
+from ratchet.generators.router import Router
 from ratchet.interfaces import Closeable, Environment, Generator, Learner, Measures, OffersTools, Reward, Workers
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig
-from ratchet.links.make import Between, make_link
+from ratchet.links.make import Between
 from ratchet.models.policy import PolicyModel
+from ratchet.observe.metrics import MetricsManager
 from ratchet.roles import longest_row, make_roles
 from ratchet.run import Run
 from ratchet.turns import take_turns
@@ -77,8 +80,11 @@ class Policy:
 
     @property
     def one_host(self) -> bool:
-        """Whether this process and all ranks are on the same."""
-        return self.ranks is None or set(self.ranks.call_now("host")) == {socket.gethostname()}
+        """Whether this process, all ranks and all generators are on the same."""
+        hosts = set() if self.ranks is None else set(self.ranks.call_now("host"))
+        if isinstance(self.generator, Router):
+            hosts |= self.generator.hosts
+        return hosts <= {socket.gethostname()}
 
     def ends(self, sampling: Sampling) -> Sampling:
         """With the ids that end this policy's turn among the stop ids."""
@@ -153,7 +159,8 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         spec=plan.algorithm,
     )
     between = Between(policy.ranks or roles["policy"], policy.generator, directory=plan.directory, one_host=policy.one_host)
-    link = make_link(plan.link or resolve("link", {}), between)
+    metrics = MetricsManager()
+    link = link_of(plan.link or resolve("link", {}), between, metrics)
     readable = longest_row(policy.model, roles)
     if plan.colocated:
         roles, generator, link = take_turns(roles, policy.generator, link)
@@ -175,6 +182,7 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
         roles=roles,
         batcher=Batcher(source, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share),
         link=link,
+        metrics=metrics,
         parity=ParityGate(ends, plan.parity),
         first_step=first,
         last_step=first + plan.steps,

@@ -306,8 +306,9 @@ class Executor(Protocol):
         """All that groups will need, before the first is started. Raises ConfigError with a table of what is missing."""
         ...
 
-    def group(self, role: str) -> Workers:
-        """Starts the processes of a role of the plan."""
+    def group(self, role: str, rank: int | None = None) -> Workers:
+        """Starts the processes of a role of the plan. rank: this one alone, as a group of one, where ranks do not need one
+        another; after its end another process, on the same accelerators."""
         ...
 
     def close(self) -> None: ...

@@ -54,7 +54,7 @@ def make_roles(
     if ranks is None and isinstance(section, DTensorConfig):
         raise ConfigError(
             "learner.kind=dtensor trains in processes of a group, and there is none here: give Policy.of the ranks that "
-            "ratchet.assemble.start_ranks makes, or set learner.kind=local"
+            "ratchet.assemble.start_processes makes, or set learner.kind=local"
         )
     if ranks is not None:
         return _remote_roles(ranks, model, tokenizer, algorithm, spec, section=section, optimizer=optimizer, steps=steps)

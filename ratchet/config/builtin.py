@@ -40,6 +40,11 @@ ENVIRONMENTS: Mapping[str, str] = {
     "qa": "ratchet.environments.tool_config:QAConfig",
     "code_repair": "ratchet.environments.code_config:CodeRepairConfig",
 }
+GENERATORS: Mapping[str, str] = {
+    "engine": "ratchet.generators.config:EngineConfig",
+    "hf": "ratchet.generators.config:HFConfig",
+    "vllm": "ratchet.generators.config:VLLMConfig",
+}
 PARTS: Mapping[str, str] = {**ENVIRONMENTS, "workers": "ratchet.environments.workers_config:WorkersConfig"}
 KINDS: Mapping[str, Mapping[str, str]] = {
     "algorithm": {
@@ -135,11 +140,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "agent": {"command": "ratchet.experience.proxy.config:CommandConfig"},
     "learner": {"local": "ratchet.learners.config:LocalConfig", "dtensor": "ratchet.learners.config:DTensorConfig"},
-    "generator": {
-        "engine": "ratchet.generators.config:EngineConfig",
-        "hf": "ratchet.generators.config:HFConfig",
-        "vllm": "ratchet.generators.config:VLLMConfig",
-    },
+    "generator": {**GENERATORS, "workers": "ratchet.generators.workers_config:WorkersConfig"},
+    "generating": GENERATORS,  # what worker processes hold
     "cluster": {
         "local": "ratchet.executors.config:LocalClusterConfig",
         "ray": "ratchet.executors.config:RayClusterConfig",

@@ -11,6 +11,7 @@ from ratchet.config.validate import context_of
 
 ROW = "{:<14}{}"
 SHARED_OUT = ("dp_replicate", "dp_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+SHARED_BY_VLLM = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
 def describe(config: RunConfig) -> str:
@@ -25,6 +26,8 @@ def describe(config: RunConfig) -> str:
     ]
     if ranks := _ranks(config):
         head.append(ROW.format("learner", ranks))
+    if workers := _workers(config):
+        head.append(ROW.format("generator", workers))
     total = sum(stage.steps for stage in config.stages)
     blocks = ["\n".join(head)]
     first = 0
@@ -43,6 +46,18 @@ def _ranks(config: RunConfig) -> str:
     sizes = {key: getattr(learner, key) for key in SHARED_OUT}
     shares = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     return f"{_count(prod(sizes.values()), 'rank')}{f' ({shares})' if shares else ''}, cluster {_kind(config.cluster)}"
+
+
+def _workers(config: RunConfig) -> str:
+    """Generators in processes of their own; one set serves all stages."""
+    generator: Any = config.stages[0].generator
+    if _kind(generator) != "workers":
+        return ""
+    sizes = {key: getattr(generator.of, key, 1) for key in SHARED_BY_VLLM}
+    each = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+    lost = f"at most {_count(generator.max_restarts, 'restart')}" if generator.recovery == "restart" else "no restarts"
+    held = f"{_kind(generator.of)}{f' ({each})' if each else ''}"
+    return f"{_count(generator.workers, 'worker')} of {held}, {lost}, cluster {_kind(config.cluster)}"
 
 
 def _share(stage: StageConfig) -> str:

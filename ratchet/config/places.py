@@ -33,7 +33,8 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     kind = _kind(config.cluster)
-    if kind in ("ray", "torchrun") and _kind(stage.learner) == "local":
+    generates = kind == "ray" and _kind(stage.generator) == "workers"
+    if kind in ("ray", "torchrun") and _kind(stage.learner) == "local" and not generates:
         yield clash(
             f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this one: set learner.kind=dtensor "
             "or remove cluster",

@@ -232,9 +232,8 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
     if reason := misfit(**sizes, on_cpu=config.device == "cpu"):
-        yield clash(
-            f"generator.kind={getattr(stage.generator, 'kind', '')} can't run this model: {reason}", "generator", "model"
-        )
+        held = getattr(stage.generator, "of", stage.generator)
+        yield clash(f"generator {getattr(held, 'kind', '')} can't run this model: {reason}", "generator", "model")
 
 
 def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:

@@ -68,6 +68,11 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([first, *eos_ids] if first is not None else eos_ids))
         self._check_eos(first)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made when it is first needed: the guard in some of that is this process's own."""
+        made = {name for name, value in vars(type(self)).items() if isinstance(value, cached_property)}
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
     def _named(self, name: str) -> int | None:
         return self.token_id(self.special_tokens[name]) if name in self.special_tokens else None
 

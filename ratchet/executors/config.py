@@ -28,7 +28,7 @@ class ClusterConfig(Section):
     """What every kind has."""
 
     timeout_s: float = Field(1800.0, gt=0, description="Seconds that a call of a worker may take, where nothing else is said.")
-    silence_s: float = Field(60.0, ge=5, description="Seconds without a sign of life, after which a worker is killed.")
+    silence_s: float = Field(25.0, ge=5, description="Seconds without a sign of life, after which a worker is killed.")
     colocated: bool = Field(
         False, description="Learner and generator use the same accelerators by turns, the other's memory on the host."
     )

@@ -53,21 +53,22 @@ class LocalExecutor:
         """Says what the groups will need, all of them, before the first is started. Raises ConfigError with what is missing."""
         self.cluster.plan(needs)
 
-    def group(self, role: str) -> WorkerGroup:
-        """Starts the processes of a planned role. Does not wait for them: the first call does."""
+    def group(self, role: str, rank: int | None = None) -> WorkerGroup:
+        """Starts the processes of a planned role, or of one rank of it. Does not wait for them: the first call does."""
         if self._nursery is None:
             self._nursery = Nursery(self.preload)
         bundles = self.cluster.bundles(role)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
-        for rank, bundle in enumerate(bundles):
+        for number in range(len(bundles)) if rank is None else (rank,):
+            bundle = bundles[number]
             device = "cuda:0" if bundle.accelerators else "cpu"
-            place = Place(role, rank, len(bundles), bundle.local_rank, HOST, f"{HOST}:{ports}", bundle.threads, device)
+            place = Place(role, number, len(bundles), bundle.local_rank, HOST, f"{HOST}:{ports}", bundle.threads, device)
             seen = {"CUDA_VISIBLE_DEVICES": bundle.visible} if self.device != "cpu" else {}
             places.append(place)
             members.append(
                 self._nursery.start(
-                    Name(role, rank, len(bundles), socket.gethostname()),
+                    Name(role, number, len(bundles), socket.gethostname()),
                     {"OMP_NUM_THREADS": str(bundle.threads), **seen},
                     self.config.silence_s,
                 )

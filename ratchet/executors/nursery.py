@@ -20,6 +20,7 @@ import socket
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ratchet.executors.leftovers import remove, shared_by
 from ratchet.executors.serve import die_with_parent, end_group, log_to, serve
 
 MESSAGE_BYTES = 2**16
@@ -125,7 +126,10 @@ class _Nursery:
 
 
 def _kill(child: int) -> None:
+    """With all that it started, and what they have in shared memory."""
+    left = shared_by(child)
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group yet: then it has no children either
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
+    remove(left)

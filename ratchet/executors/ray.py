@@ -73,18 +73,19 @@ class RayExecutor:
             if need.beside is None:
                 self._cluster.settle(need.role, self._taken(need))
 
-    def group(self, role: str) -> WorkerGroup:
-        """Starts the actors of a planned role. Does not wait for them: the first call does."""
+    def group(self, role: str, rank: int | None = None) -> WorkerGroup:
+        """Starts the actors of a planned role, or of one rank of it. Does not wait for them: the first call does."""
         assert self._cluster is not None, "a group before the plan"
         bundles = self._cluster.bundles(role)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
-        for rank, bundle in enumerate(bundles):
+        for number in range(len(bundles)) if rank is None else (rank,):
+            bundle = bundles[number]
             host = hosts[bundle.node]
             device = "cuda:0" if bundle.accelerators else "cpu"
-            places.append(Place(role, rank, len(bundles), bundle.local_rank, host, f"{host}:{ports}", bundle.threads, device))
-            name = Name(role, rank, len(bundles), host)
+            places.append(Place(role, number, len(bundles), bundle.local_rank, host, f"{host}:{ports}", bundle.threads, device))
+            name = Name(role, number, len(bundles), host)
             members.append(RayMember(name, bundle, self.config.silence_s, _environment(bundle)))
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)

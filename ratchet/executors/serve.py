@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from ratchet.executors.leftovers import remove, shared_by
 from ratchet.executors.wire import Kind, Parcel, receive, send
 from ratchet.executors.worker import Worker
 
@@ -96,7 +97,8 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def end_group() -> NoReturn:
-    """Of this process, with all that it started and left in its group."""
+    """Of this process, with all that it started and left in its group, and what they have in shared memory."""
+    remove(shared_by(os.getpgrp()))
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("it is dead")
 

@@ -85,19 +85,20 @@ class TorchrunExecutor:
         self._cluster = VirtualCluster(ResourceManager(nodes))
         self._cluster.plan([replace(need, gpus=1, cpus=0.0) for need in needs])  # an accelerator stands for a process
 
-    def group(self, role: str) -> WorkerGroup:
-        """On processes that are there already."""
+    def group(self, role: str, rank: int | None = None) -> WorkerGroup:
+        """On processes that are there already: of a role, or of one rank of it."""
         assert self._cluster is not None, "a group before the plan"
         bundles = self._cluster.bundles(role)
         on_host: Counter[str] = Counter(process.host for process in self._hub.processes)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
-        for rank, bundle in enumerate(bundles):
+        for number in range(len(bundles)) if rank is None else (rank,):
+            bundle = bundles[number]
             process = self._hub.at(bundle.node, bundle.accelerators[0].index)
             device = "cpu" if self.device == "cpu" else f"cuda:{process.local_rank}"
             threads, where = max(1, self.threads // on_host[process.host]), f"{process.host}:{ports}"
-            places.append(Place(role, rank, len(bundles), bundle.local_rank, process.host, where, threads, device))
-            members.append(self._hub.member(process, Name(role, rank, len(bundles), process.host)))
+            places.append(Place(role, number, len(bundles), bundle.local_rank, process.host, where, threads, device))
+            members.append(self._hub.member(process, Name(role, number, len(bundles), process.host)))
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
         return group

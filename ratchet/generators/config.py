@@ -60,6 +60,7 @@ class VLLMConfig(Section):
 
     builds: ClassVar[str] = "ratchet.generators.vllm:VLLMGeneration"
     filters: ClassVar[bool] = False  # vLLM doesn't say which mass they kept
+    copies_weights: ClassVar[bool] = True  # the model that it is given only starts it
 
     kind: Literal["vllm"] = "vllm"
     engine: Literal["async", "sync"] = Field(
@@ -100,6 +101,11 @@ class VLLMConfig(Section):
         if self.engine == "sync" and wanted:
             raise ValueError(f"{wanted[0]} needs processes of its own: set engine to async")
         return self
+
+    @property
+    def accelerators(self) -> int:
+        """That it computes on, where there are any."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
     def environment(self) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ weights serve; only then the engine halts between two steps, loads, and goes on.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -208,4 +209,5 @@ def _directory(config: VLLMConfig, size: int) -> Path:
     parent = config.handover_dir
     if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:
         parent = str(SHARED_MEMORY)
-    return Path(tempfile.mkdtemp(prefix="ratchet-vllm-", dir=parent))
+    # By its process group, so that whoever kills that can take it away.
+    return Path(tempfile.mkdtemp(prefix=f"ratchet-vllm-{os.getpgid(0)}-", dir=parent))

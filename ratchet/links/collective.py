@@ -26,6 +26,8 @@ from ratchet.links.blocks import Block, Open, Outgoing, Part, aligned
 from ratchet.links.checksums import as_bytes, checksum
 from ratchet.links.push import PushLink, Waiting
 
+JOIN_S = 15.0  # for all to come to a group: whoever waits for one that has died hears of it no sooner
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -53,12 +55,14 @@ class Meeting:
 
     def group(self, rank: int, place: int) -> Any:
         """Of a rank of the learner (at place 0) with all receivers. Waits until all are there."""
-        timeout = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+        join = timedelta(seconds=min(JOIN_S, self.timeout_s))
+        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join)
         own = dist.PrefixStore(f"{self.key}/{rank}", store)
         if self.backend == "nccl":
             return dist.ProcessGroupNCCL(own, place, 1 + self.receivers)  # pyright: ignore[reportCallIssue]
-        return dist.ProcessGroupGloo(own, place, 1 + self.receivers, timeout)
+        group = dist.ProcessGroupGloo(own, place, 1 + self.receivers, join)
+        group._set_default_timeout(timedelta(seconds=self.timeout_s))
+        return group
 
 
 _GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}  # of this process: (session, end) -> (key, groups)
@@ -116,6 +120,7 @@ class CollectiveLink(PushLink):
             done, others = await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_EXCEPTION)
             first = next((error for task in done if (error := task.exception())), None)
             if others:
+                self._store = None  # whoever still waits there, for one that is gone, is told so
                 await asyncio.wait(others)
         finally:
             sending.cancel()

@@ -12,7 +12,8 @@ from torch import Tensor
 from ratchet.models.config import DecoderConfig, unsupported_reason
 from ratchet.models.hf import WeightFiles, empty_decoder, read_config, read_json
 from ratchet.models.layout import pieces, shards
-from ratchet.models.load import Backend, find_model
+from ratchet.models.load import Backend, find_model, init_policy, load_policy
+from ratchet.models.policy import PolicyModel
 
 Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (name, offsets, sizes) -> the block, on the CPU
 
@@ -39,6 +40,19 @@ class Origin:
         if self.backend == "transformers" or unsupported_reason(read_json(self.directory() / "config.json")):
             return None
         return read_config(self.directory())
+
+    def policy(self, *, device: torch.device | str = "cpu") -> PolicyModel:
+        """The whole model, in float32. Raises ModelError."""
+        if self.path is None:
+            assert self.shape is not None, "an origin has a shape or a path"
+            return init_policy(self.shape, self.seed, device=device)
+        return load_policy(
+            self.path,
+            backend=self.backend,
+            device=device,
+            trust_remote_code=self.trust_remote_code,
+            revision=self.revision,
+        )
 
     def reader(self) -> Read:
         """Reads blocks of the weights, and no more of them."""

@@ -8,14 +8,14 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.assemble import build_executor, build_policy, build_run, check_stages, start_ranks
+from ratchet.assemble import build_executor, build_policy, build_run, check_stages, start_processes
 from ratchet.build import Policy
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
@@ -143,13 +143,13 @@ class Session:
                 self.sinks.close()
 
     async def _policy(self, ends: AsyncExitStack) -> Policy:
-        """With the processes that train it. ends: closes what is opened here, whatever happens to the rest of it."""
+        """With the processes that train it and generate. ends: closes what is opened here, whatever happens to the rest."""
         executor = build_executor(self.config)
         ends.callback(executor.close)
         policy = build_policy(self.config)
         ends.push_async_callback(policy.close)
         check_stages(self.config, policy, first=len(self.summaries))
-        return replace(policy, ranks=start_ranks(self.config, executor, policy.model))
+        return start_processes(self.config, executor, policy)
 
     async def _stages(self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> int:
         # What is loaded by now stays: the collector would walk all of it again and again, for a third of a small step.

@@ -23,8 +23,10 @@ from ratchet.environments.games_config import GameConfig
 from ratchet.errors import DataError
 from ratchet.executors.cluster import Need
 from ratchet.executors.local import LocalExecutor
+from ratchet.generation import generator_needs
 from ratchet.generators import vllm
 from ratchet.generators.config import VLLMConfig
+from ratchet.generators.router import Router
 from ratchet.generators.vllm import VLLMGeneration, dtype_of, engine_arguments
 from ratchet.learners.rank import LearnerRank
 from ratchet.learners.remote import RemoteLearner
@@ -115,8 +117,10 @@ def by_vllm() -> None:
 
 def in_processes() -> None:
     executor = LocalExecutor(resolve("cluster", {"kind": "local"}), threads=1, device="cpu", preload=())
-    executor.plan([Need("learner", 1)])
+    workers = resolve("generator", {"kind": "workers", "of": {"kind": "engine"}, "workers": 1, "recovery": "restart"})
+    executor.plan([Need("learner", 1), *generator_needs(workers, on_cpu=True)])
     executor.group("learner")
+    Router(workers)
     executor.close()
 
 

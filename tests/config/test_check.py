@@ -73,3 +73,11 @@ def test_a_teacher_that_is_not_there_yet_is_said(tmp_path):
     text = describe(run(stage(name="d", algorithm={"kind": "distill_on_policy", "teacher": teacher})))
     assert f"  teacher       {tmp_path}, runs/none/model (no directory here)\n" in text
     assert "teacher" not in describe(run(stage(name="rl")))
+
+
+def test_generators_in_processes_of_their_own():
+    vllm = {"kind": "vllm", "tensor_parallel": 2}
+    workers = {"kind": "workers", "workers": 3, "of": vllm, "recovery": "restart"}
+    text = describe(run(stage(name="rl", generator=workers)))
+    assert "generator     3 workers of vllm (tensor_parallel 2), at most 3 restarts, cluster local" in text
+    assert "generator" not in describe(run(stage(name="rl")))

@@ -157,7 +157,7 @@ MODULES = {
     "tool": ["environments.tools.config"],
     "rewards": ["rewards.config"],
     "learner": ["learners.config"],
-    "generator": ["generators.config"],
+    "generator": ["generators.config", "generators.workers_config"],
     "tokenizer": ["data.config"],
 }
 # bases of kinds, and lone parts

@@ -1,5 +1,6 @@
 """Deaths and silences: of workers, in calls and in collectives, and of the driver."""
 
+import mmap
 import os
 import random
 import signal
@@ -172,3 +173,18 @@ def test_the_death_of_a_driver_on_ray_leaves_nothing(tmp_path):
         assert len(pids) == 4
         driver.kill()
         until(lambda: not any(alive(pid) for pid in pids), limit_s=60.0)
+
+
+def test_a_killed_worker_leaves_nothing_in_shared_memory(start):
+    """What its processes alone have mapped goes, and what is named for it; what others have mapped stays."""
+    group = start(2)
+    pid = group.call_now("pid")[0]
+    made = [Path(path) for path in group.call_now("map_shared", f"{os.getpid()}")[0]]
+    named = Path(f"/dev/shm/ratchet-test-{pid}-x")
+    named.mkdir()
+    with made[1].open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        for member in group.members:
+            member.kill()
+        until(lambda: not alive(pid) and not made[0].exists() and not named.exists())
+        assert made[1].exists()
+    made[1].unlink()

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from recipes.replayed import TOPOLOGIES, after_sft, assert_alike, made
+from recipes.test_generator_workers import RANKS, WORKERS, config, metrics_of
 
 from ratchet.errors import ConfigError, WorkerDied
 from ratchet.executors.cluster import Accelerator, Need, Node
 from ratchet.executors.config import RayClusterConfig
+from ratchet.generators.router import Router
 
 pytestmark = pytest.mark.needs("ray")
 COLLECTIVE = "executors.components:Collective"
@@ -116,6 +118,27 @@ def test_the_quick_starts_steps_on_ray(executor, tmp_path):
     for kind, learner in cases.values():
         config, wanted = embedded[kind]
         assert_alike(made(config, executor, wanted.groups, **learner), wanted)
+
+
+@pytest.mark.slow
+def test_generators_on_ray(executor, tmp_path, monkeypatch):
+    """Beside learners there, and beside one in the driver; one that dies is replaced."""
+    for keys in (RANKS, {}):
+        wanted = metrics_of(config(**keys), executor, tmp_path)
+        settings = config(**keys, generator={**WORKERS, "recovery": "restart"})
+        assert metrics_of(settings, executor, tmp_path) == wanted
+    doomed = []
+
+    def dies_once(router, *start):
+        began(router, *start)
+        doomed.append(router)
+        os.kill(router.stations[1].group.members[0].pid, signal.SIGKILL)
+
+    began = Router.start
+    monkeypatch.setattr(Router, "start", dies_once)
+    found = metrics_of(settings, executor, tmp_path)
+    assert sum(row.pop("generator/restarts", 0) for row in found) == doomed[0].restarts == 1
+    assert found == wanted
 
 
 def test_too_much_is_refused(executor, monkeypatch):

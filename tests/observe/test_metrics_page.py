@@ -16,8 +16,15 @@ from ratchet.config.builtin import KINDS
 from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.experience.measure import measure_groups
+from ratchet.generation import link_of
+from ratchet.generators.config import EngineConfig
+from ratchet.generators.router import Router
+from ratchet.generators.workers_config import WorkersConfig
+from ratchet.links.make import Between
 from ratchet.loop import train
+from ratchet.observe.metrics import MetricsManager
 from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.updates import Update, differentiated
 from ratchet.types import Failed, Scored
@@ -71,9 +78,16 @@ def of_groups() -> dict[str, float]:
     return measure_groups([make_group("g", rows)])
 
 
+def of_restarts() -> dict[str, float | None]:
+    metrics, router = MetricsManager(), Router(WorkersConfig(of=EngineConfig()))
+    link_of(resolve("link", {"kind": "shared_memory"}), Between(FakeLearner(2), router), metrics)
+    router.restarted()
+    return metrics.flush(0)
+
+
 @pytest.fixture(scope="module")
 def reported() -> set[str]:
-    names = {f"rollout/{name}" for name in of_groups()}
+    names = {f"rollout/{name}" for name in of_groups()} | set(of_restarts())
     for kind, options in [*((kind, {}) for kind in KINDS["algorithm"]), *MORE]:
         names.update(of_algorithm(kind, options))
     return names.union(*(of_run(kind) for kind in ("grpo", "sft", "reward_model", "score_regression", "process_reward")))

@@ -1,13 +1,13 @@
 """Five steps of GRPO whose groups one process drew and stored: any learner is given the same ones, by the loop of every run."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ratchet.assemble import build_policy, build_run, start_ranks
+from ratchet.assemble import build_policy, build_run, start_processes
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.executors.machine import freeze
@@ -98,16 +98,17 @@ def made(config: RunConfig, executor: Executor | None = None, drawn: list[list[G
         stage = config.stages[0].model_copy(update={"learner": section.stages[0].learner})
         config = config.model_copy(update={"stages": (stage,)})
     policy = build_policy(config)
-    ranks = None if executor is None else start_ranks(config, executor, policy.model)
+    if executor is not None:
+        policy = start_processes(config, executor, policy)
     metrics: list[dict[str, float]] = []
     try:
-        run = build_run(config, 0, replace(policy, ranks=ranks), observers=(lambda step, found: metrics.append(dict(found)),))
+        run = build_run(config, 0, policy, observers=(lambda step, found: metrics.append(dict(found)),))
         source = Recorded(run.batcher.source) if drawn is None else Replayed(drawn)
         run.batcher.source = source
         asyncio.run(train(run))
     finally:
-        if ranks is not None:
-            ranks.close()
+        if policy.ranks is not None:
+            policy.ranks.close()
     return Made(source.drawn, metrics, {name: tensor.clone() for name, tensor in policy.model.canonical_weights()})
 
 

@@ -56,11 +56,11 @@ class Driver:
         self.born |= {pid: stat[19] for pid in found[1:] if (stat := stat_of(pid))}
         return found[1:]
 
-    def rank(self, number: int) -> int:
+    def rank(self, number: int, role: str = "learner") -> int:
         """The process of that rank: its output goes to a file that says which it is."""
         for pid in self.look():
             try:
-                if f"/learner-{number}-" in os.readlink(f"/proc/{pid}/fd/1"):
+                if f"/{role}-{number}-" in os.readlink(f"/proc/{pid}/fd/1"):
                     return pid
             except OSError:
                 continue

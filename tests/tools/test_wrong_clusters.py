@@ -51,6 +51,11 @@ REFUSED = [
     ("cluster.kind=ray learner.kind=local", "cluster.kind=ray is where processes live, and learner.kind=local trains in this"),
     ("cluster.kind=torchrun", "none of several that torchrun started: start it as torchrun --nproc-per-node N"),
     ("cluster.kind=slurm", "cluster.kind"),
+    ("generator.kind=workers", "generator.of"),
+    ("generator.kind=workers generator.of.kind=workers", "'workers' is unknown"),
+    ("generator.kind=workers generator.of.kind=engine generator.max_restarts=2", "set that, or remove max_restarts"),
+    ("generator.kind=workers generator.of.kind=vllm sampling.top_p=0.9", "sampling.top_p=0.9 cuts the distribution"),
+    ("generator.kind=workers generator.of.kind=vllm generator.of.tensor_parallel=3", "generator vllm can't run this model"),
 ]
 REFUSED_ON_RAY = [
     ("cluster.gpus_per_node=4", "cluster.gpus_per_node=4, and node "),

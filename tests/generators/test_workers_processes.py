@@ -1,0 +1,145 @@
+"""Generators in real processes, which are killed or stopped at any point: of generating, and of a push by each kind of link."""
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+from generators.workers_play import PROMPTS, SHAPE, Holder, columns, config, drawn, engine, requests
+
+from ratchet.config.kinds import resolve
+from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.errors import WorkerDied
+from ratchet.executors.config import LocalClusterConfig
+from ratchet.executors.local import LocalExecutor
+from ratchet.generation import generator_needs, link_of, start_generators
+from ratchet.generators.router import Router
+from ratchet.links.make import Between
+from ratchet.models.origin import Origin
+from ratchet.observe.metrics import MetricsManager
+from ratchet.testing.conformance import check_generator
+from ratchet.types import Sampling, StopReason
+
+ORIGIN = Origin(shape=SHAPE, seed=0)
+LINKS = [
+    pytest.param({"kind": "shared_memory"}, id="shared_memory"),
+    pytest.param({"kind": "collective"}, id="collective", marks=pytest.mark.slow),  # some wait for the dead to come
+    pytest.param({"kind": "files"}, id="files"),
+    pytest.param({"kind": "delta", "dtype": None}, id="delta"),
+    pytest.param({"kind": "delta", "dtype": None, "through": "shared_memory"}, id="delta-shared_memory"),
+]
+
+
+@pytest.fixture(scope="module")
+def executor():
+    made = LocalExecutor(LocalClusterConfig(silence_s=5), threads=2, device="cpu")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(executor):
+    made = []
+
+    def start(workers=2, **keys):
+        section = config(workers, **keys)
+        router = Router(section)
+        executor.plan(generator_needs(section, on_cpu=True))
+        start_generators(router, section, executor, ORIGIN, character_tokenizer("abc"))
+        made.append(router)
+        return router
+
+    yield start
+    for router in made:
+        asyncio.run(router.close())
+
+
+def pid(router, rank):
+    return router.stations[rank].group.members[0].pid
+
+
+def linked(router, learner, recipe, directory):
+    between = Between(learner, router, directory=directory)
+    return link_of(resolve("link", recipe), between, MetricsManager())
+
+
+def test_it_is_the_generator_that_the_driver_would_have(start):
+    router = start(2)
+    assert router.hosts == {os.uname().nodename}
+    assert columns(drawn(router, requests(40))) == columns(drawn(engine(), requests(40)))
+    asyncio.run(check_generator(router, PROMPTS))
+    shown = {shard.name: shard.tensor for shard in router.weights()}
+    assert all(shown[shard.name].equal(shard.tensor) for shard in engine().weights())
+    found = drawn(router, [([1], Sampling(max_new_tokens=150, stop=("a", "b", "c"), seed=seed)) for seed in range(8)])
+    assert StopReason.STOP_STRING in {one.stop for one in found}  # the tokenizer went along
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_death_ends_it_with_its_name(start, how):
+    router = start(2)
+
+    async def play():
+        asked = [asyncio.ensure_future(router.generate(*request)) for request in requests(200, new=150)]
+        await asyncio.sleep(random.Random(how).random() * 0.2)
+        os.kill(pid(router, 1), how)
+        await asyncio.gather(*asked)
+
+    with pytest.raises(WorkerDied, match="generator rank 1 of 2 on") as caught:
+        asyncio.run(play())
+    assert (caught.value.role, caught.value.rank, caught.value.host) == ("generator", 1, os.uname().nodename)
+    with pytest.raises(WorkerDied, match="generator rank 1 of 2 on"):
+        drawn(router, requests(1))
+
+
+@pytest.mark.parametrize(("how", "workers", "seed"), [(9, 2, 0), (9, 1, 1), (9, 2, 2), (signal.SIGSTOP, 2, 3)])
+def test_a_replacement_goes_on_where_the_dead_one_was(start, tmp_path, how, workers, seed):
+    """With the weights of the last push, and nothing answered twice or not at all."""
+    router = start(workers, recovery="restart")
+    rng, wanted = random.Random(seed), engine(5)
+    asyncio.run(wanted.commit(2))
+
+    async def play():
+        link = linked(router, Holder(5), {}, tmp_path)
+        await link.push(2)
+        asked = [asyncio.ensure_future(router.generate(*request)) for request in requests(60, new=150)]
+        await asyncio.sleep(rng.random() * 0.2)
+        os.kill(pid(router, rng.randrange(workers)), how)
+        found = await asyncio.gather(*asked)
+        await link.push(3)
+        await link.close()
+        return found
+
+    assert columns(asyncio.run(play())) == columns(drawn(wanted, requests(60, new=150)))
+    assert router.restarts == 1
+
+
+@pytest.mark.parametrize("recipe", LINKS)
+def test_deaths_around_pushes(start, tmp_path, recipe):
+    """Before, in and after one: each ends with the weights on every worker."""
+    router = start(2, recovery="restart", max_restarts=9)
+    rng = random.Random(str(recipe))
+
+    async def play():
+        version = 0
+        for seed, delay in enumerate([0.0, 0.001, 0.003, None]):
+            learner = Holder(seed + 1)
+            link = linked(router, learner, recipe, tmp_path)
+            for _ in range(2):
+                version += 1
+                pushing = asyncio.ensure_future(link.push(version))
+                if delay is not None:
+                    await asyncio.sleep(delay)
+                    os.kill(pid(router, rng.randrange(2)), signal.SIGKILL)
+                await pushing
+                wanted = engine(seed + 1)
+                await wanted.commit(version)
+                asked = requests(8)
+                found = await asyncio.gather(*(router.generate(*request) for request in asked))
+                assert columns(found) == columns([await wanted.generate(*request) for request in asked])
+                assert await link.audit() == []
+                delay = None
+            await link.close()
+
+    asyncio.run(play())
+    assert router.restarts == 3

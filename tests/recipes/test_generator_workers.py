@@ -1,0 +1,130 @@
+"""A run samples the same tokens and takes the same steps wherever its generators and its learner live, whatever link lies
+between them."""
+
+import asyncio
+
+import pytest
+
+from ratchet.assemble import build_policy, build_run, start_processes
+from ratchet.config.kinds import resolve
+from ratchet.config.schema import RunConfig
+from ratchet.errors import ConfigError
+from ratchet.executors.config import LocalClusterConfig
+from ratchet.executors.local import LocalExecutor
+from ratchet.executors.machine import freeze
+from ratchet.loop import train
+
+RECIPE = {
+    "name": "probe",
+    "threads": 1,
+    "device": "cpu",
+    "model": {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1}},
+    "tokenizer": {"kind": "characters", "alphabet": "0123456789="},
+}
+STAGE = {
+    "environment": {"kind": "sorting", "digits": 2},
+    "sampling": {"max_new_tokens": 3},
+    "evaluation": {"tasks": 8},
+    "optimizer": {"lr": 1e-3},
+    "parity": {"every": 1, "threshold": 1e-5},
+    "batch_size": 8,
+}
+SFT = {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 10}
+GRPO = {"name": "grpo", "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}}, "steps": 3}
+RANKS = {"learner": {"kind": "dtensor", "dp_shard": 2, "micro_batch_tokens": 64}}
+WORKERS = {"kind": "workers", "of": {"kind": "engine", "kv_cache_gib": 0.01}}
+LINKS = [
+    {"kind": "auto"},
+    {"kind": "shared_memory"},
+    {"kind": "collective"},
+    {"kind": "files"},
+    {"kind": "delta", "dtype": None},
+    {"kind": "delta", "dtype": None, "through": "shared_memory"},
+]
+
+
+def config(**keys):
+    stages = [{**STAGE, **own, **keys} for own in (SFT, GRPO)]
+    return freeze(RunConfig.model_validate({**RECIPE, "stages": stages}))
+
+
+def metrics_of(settings, executor, directory):
+    """Of every step, without those that are times."""
+    found = []
+
+    def observe(step, metrics):
+        found.append({name: value for name, value in metrics.items() if not name.startswith("time/")})
+
+    policy = start_processes(settings, executor, build_policy(settings))
+
+    async def play():
+        try:
+            for index in range(len(settings.stages)):
+                run = build_run(settings, index, policy, directory=directory, observers=(observe,))
+                await train(run)
+                await run.close()
+        finally:
+            await policy.close()
+
+    try:
+        asyncio.run(play())
+    finally:
+        if policy.ranks is not None:
+            policy.ranks.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def executor():
+    made = LocalExecutor(LocalClusterConfig(), threads=1, device="cpu")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def on_ranks(executor, tmp_path_factory):
+    """The learner in two processes, the generator in this one."""
+    return metrics_of(config(**RANKS), executor, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("link", LINKS, ids=lambda link: "-".join(filter(None, (link["kind"], link.get("through")))))
+def test_every_link_serves_several_generators(executor, on_ranks, tmp_path, link):
+    assert len(on_ranks) == 13
+    assert metrics_of(config(**RANKS, generator=WORKERS, link=link), executor, tmp_path) == on_ranks
+    assert not any(tmp_path.rglob("*.safetensors"))
+
+
+def test_one_generator_alone_or_beside_a_learner_of_this_process(executor, on_ranks, tmp_path):
+    assert metrics_of(config(**RANKS, generator={**WORKERS, "workers": 1}), executor, tmp_path) == on_ranks
+    embedded = metrics_of(config(), executor, tmp_path)
+    assert metrics_of(config(generator=WORKERS), executor, tmp_path) == embedded
+
+
+def test_a_model_of_transformers(executor, tmp_path):
+    policy = build_policy(config())
+    policy.model.save(tmp_path / "model")
+    policy.tokenizer.save(tmp_path / "model")
+
+    def settings(generator):
+        stages = [{**STAGE, **GRPO, "steps": 2, "batch_size": 2, "generator": generator}]
+        model = {"path": str(tmp_path / "model"), "backend": "transformers"}
+        return freeze(RunConfig.model_validate({**RECIPE, "model": model, "stages": stages}))
+
+    embedded = metrics_of(settings({"kind": "hf"}), executor, tmp_path)
+    workers = {"kind": "workers", "of": {"kind": "hf"}, "workers": 1}
+    for ours, theirs in zip(metrics_of(settings(workers), executor, tmp_path), embedded, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)  # a row of its batches depends on the others, in the last bits
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"generator": WORKERS}, r"needs learner\.kind=dtensor"),
+        ({**RANKS, "generator": {"kind": "workers", "of": {"kind": "vllm"}}}, "vLLM starts processes of its own"),
+        ({**RANKS, "generator": {**WORKERS, "recovery": "restart"}}, "starts no process a second time"),
+    ],
+)
+def test_what_torchrun_cannot_give(executor, keys, said):
+    settings = config(**keys).model_copy(update={"cluster": resolve("cluster", {"kind": "torchrun"})})
+    with pytest.raises(ConfigError, match=said):
+        start_processes(settings, executor, build_policy(settings))
