@@ -1,10 +1,12 @@
-"""A program apart: kills the process group of a worker as soon as the worker, or the process that started it, is gone.
+"""A program apart: as soon as a worker, or the process that started it, is gone, it kills the worker's process group and removes
+what that has in shared memory.
 
 Ray ends its workers when their node or driver dies; what a worker has started itself it ends only where the worker still gets
-to do so. Run as a script, so that it starts in milliseconds: it imports nothing of ratchet.
+to do so. Run as a script, so that it starts in milliseconds: it imports nothing of ratchet but a module that lies beside it.
 """
 
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -31,8 +33,12 @@ def main(group: int, parent: int) -> None:
             return
         os.setsid()
         ends.poll()
+    sys.path.append(os.path.dirname(__file__))
+    leftovers = importlib.import_module("leftovers")
+    left = leftovers.shared_by(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+    leftovers.remove(left)
 
 
 if __name__ == "__main__":
