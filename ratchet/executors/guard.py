@@ -1,5 +1,5 @@
-"""A program apart: as soon as a worker, or the process that started it, is gone, it kills the worker's process group and removes
-what that has in shared memory.
+"""A program apart: as soon as a worker, or the process that started it, is gone, it kills the worker's process group and
+removes what that has in shared memory.
 
 Ray ends its workers when their node or driver dies; what a worker has started itself it ends only where the worker still gets
 to do so. Run as a script, so that it starts in milliseconds: it imports nothing of ratchet but a module that lies beside it.
