@@ -7,8 +7,8 @@ new requests, generates for a while, and takes along what has ended.
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
-import pickle
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.errors import WorkerRaised
+from ratchet.errors import RatchetError, WorkerRaised
 from ratchet.generators.exchange import Answered, Asked
 from ratchet.interfaces import Closeable, Generator, Placeable, Shard, ShowsWeights
 from ratchet.types import Completion, Sampling
@@ -129,18 +129,18 @@ class GeneratorRank:
 
 
 def _result(task: asyncio.Task[Completion]) -> Completion | Exception:
-    """The error in a form that can be sent."""
+    """The error in a form that can be sent: one of ours as itself, where it can be made again from its parts."""
     if task.cancelled():
         return WorkerRaised("the generator cancelled the request")
     error = task.exception()
     if error is None:
         return task.result()
     said = "".join(traceback.format_exception(error))
+    if not isinstance(error, RatchetError):
+        return WorkerRaised(said)
     try:
-        pickle.loads(pickle.dumps(error))
+        made = copy.copy(error)
     except Exception:  # whatever its own __reduce__ does
         return WorkerRaised(said)
-    if not isinstance(error, Exception):  # SystemExit too: it was meant for this process
-        return WorkerRaised(said)
-    error.add_note(f"raised in the generator's worker:\n{said}")
-    return error
+    made.add_note(f"raised in the generator's worker:\n{said}")
+    return made

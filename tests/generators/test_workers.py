@@ -8,7 +8,7 @@ from generators.workers_play import PROMPTS, Holder, columns, config, drawn, eng
 from pydantic import ValidationError
 
 from ratchet.config.kinds import resolve
-from ratchet.errors import DataError, LinkError, WorkerDied
+from ratchet.errors import DataError, LinkError, WorkerDied, WorkerRaised
 from ratchet.generation import SteadyLink
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.router import TOGETHER, Router
@@ -173,7 +173,7 @@ def test_a_generator_that_breaks_is_a_worker_that_died():
     assert router.restarts == 1
     router, (worker,) = router_here(1)
     worker.component.generator.core.step = broken
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(WorkerRaised, match="RuntimeError: out of memory"):
         drawn(router, requests(5))
 
 
