@@ -59,8 +59,11 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled, on matrices only.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm; null: never.")
     warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps in which the rate rises to lr.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="The rate after the warm-up.")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Rate at the end of a linear or cosine schedule, over lr.")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="constant", description="The rate after the warm-up; wsd: constant, then linear over the last decay_steps."
+    )
+    decay_steps: int = Field(default=0, ge=0, description="Optimizer steps of the decay that ends a wsd schedule.")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Rate at the end of a schedule that decays, over lr.")
 
 
 class SamplingConfig(Section):

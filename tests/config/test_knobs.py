@@ -276,6 +276,7 @@ GRPO_KNOBS = [
     ("optimizer__warmup_steps", 0, 3, "lr", {}),
     ("optimizer__schedule", "constant", "linear", "lr", {}),
     ("optimizer__schedule", "linear", "cosine", "lr", {}),
+    ("optimizer__decay_steps", 1, 2, "lr", {"optimizer__schedule": "wsd"}),
     ("optimizer__min_lr_ratio", 0.0, 0.5, "lr", {"optimizer__schedule": "linear"}),
     ("sampling__temperature", 0.2, 1.0, "first tokens", {}),
     ("sampling__top_p", 0.3, 1.0, "first tokens", {}),
