@@ -64,6 +64,12 @@ class OptimizerConfig(Section):
     )
     decay_steps: int = Field(default=0, ge=0, description="Optimizer steps of the decay that ends a wsd schedule.")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Rate at the end of a schedule that decays, over lr.")
+    ema_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share that a running average of the weights keeps of itself a step; it is left in model-ema/. null: none.",
+    )
 
 
 class SamplingConfig(Section):

@@ -6,6 +6,7 @@ T = tokens, S = sequences of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -152,10 +153,11 @@ class LocalLearner:
             state["optimizer"] = self.optimizer.state
         save_state(directory, state)
 
-    def export(self, directory: Path) -> None:
-        self.model.save(directory)
-        if self.head is not None:
-            save_head(self.head, directory)
+    def export(self, directory: Path, *, averaged: bool = False) -> None:
+        with self.optimizer.averaged() if averaged and self.optimizer is not None else nullcontext():
+            self.model.save(directory)
+            if self.head is not None:
+                save_head(self.head, directory)
 
     def load(self, directory: Path) -> None:
         state = load_state(directory)

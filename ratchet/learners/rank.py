@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -179,8 +180,10 @@ class LearnerRank:
     def load(self, role: str, directory: str) -> None:
         self.learners[role].load(Path(directory))
 
-    def export(self, role: str, directory: str) -> None:
-        export_blocks(self.learners[role], Path(directory))
+    def export(self, role: str, directory: str, averaged: bool) -> None:
+        learner = self.learners[role]
+        with learner.optimizer.averaged() if averaged and learner.optimizer is not None else nullcontext():
+            export_blocks(learner, Path(directory))
 
     def close(self) -> None:
         if dist.is_initialized():

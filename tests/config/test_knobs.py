@@ -241,7 +241,9 @@ def outcome(recipe: dict, poison: bool = False) -> SimpleNamespace:
     except TrainingError as raised:
         error = raised
     weights = torch.cat([p.detach().flatten() for p in policy.model.parameters()])
-    return SimpleNamespace(updates=updates, tokens=tokens, steps=len(starts), error=error, weights=weights)
+    state = run.roles["policy"].optimizer.state
+    averages = {name: kept["average"].tolist() for name, kept in state.items() if "average" in kept}
+    return SimpleNamespace(updates=updates, tokens=tokens, steps=len(starts), error=error, weights=weights, averages=averages)
 
 
 def steps_before_giving_up(limit: int) -> int:
@@ -254,6 +256,8 @@ def steps_before_giving_up(limit: int) -> int:
 def compared(done: SimpleNamespace, what: str):
     if what == "lr" or what in done.updates[0]:
         return [numbers[what] for numbers in done.updates]
+    if what == "averages":
+        return done.averages
     whole = {"tokens": done.tokens, "first tokens": done.tokens[0], "steps": done.steps, "updates": len(done.updates)}
     return done.weights.tolist() if what == "weights" else whole[what]
 
@@ -277,6 +281,7 @@ GRPO_KNOBS = [
     ("optimizer__schedule", "constant", "linear", "lr", {}),
     ("optimizer__schedule", "linear", "cosine", "lr", {}),
     ("optimizer__decay_steps", 1, 2, "lr", {"optimizer__schedule": "wsd"}),
+    ("optimizer__ema_decay", 0.5, 0.9, "averages", {}),
     ("optimizer__min_lr_ratio", 0.0, 0.5, "lr", {"optimizer__schedule": "linear"}),
     ("sampling__temperature", 0.2, 1.0, "first tokens", {}),
     ("sampling__top_p", 0.3, 1.0, "first tokens", {}),
