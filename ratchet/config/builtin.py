@@ -134,6 +134,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "by_tag": "ratchet.rewards.config:ByTagConfig",
     },
     "agent": {"command": "ratchet.experience.proxy.config:CommandConfig"},
+    "optimizer": {
+        "adamw": "ratchet.config.schema:OptimizerConfig",
+        "muon": "ratchet.learners.optimizer_config:MuonConfig",
+    },
     "learner": {"local": "ratchet.learners.config:LocalConfig", "dtensor": "ratchet.learners.config:DTensorConfig"},
     "generator": {
         "engine": "ratchet.generators.config:EngineConfig",
@@ -162,6 +166,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 DEFAULT_KIND: Mapping[str, str] = {
+    "optimizer": "adamw",
     "learner": "local",
     "generator": "engine",
     "link": "auto",

@@ -6,7 +6,7 @@ A `RunConfig` is resolved: each of its stages is complete. What a user writes is
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny
 
@@ -49,7 +49,13 @@ class LoggingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs."""
+    """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs.
+
+    whole_matrices: whether its steps need each matrix in one process.
+    """
+
+    builds: ClassVar[str] = "ratchet.learners.optimizer:AdamW"
+    whole_matrices: ClassVar[bool] = False
 
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
@@ -169,7 +175,9 @@ class StageConfig(Section):
     examples: int | None = Field(default=None, ge=1, description="Distinct training tasks; null: no limit.")
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: Annotated[SerializeAsAny[OptimizerConfig], Slot("optimizer")] = Field(
+        default_factory=_default("optimizer", "adamw"), description="What turns a gradient into a step."
+    )
     learner: Annotated[Chosen, Slot("learner")] = Field(default_factory=_default("learner", "local"))
     generator: Annotated[Chosen, Slot("generator")] = Field(default_factory=_default("generator", "engine"))
     link: Annotated[Chosen, Slot("link")] = Field(

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ratchet.batch import Batch
 from ratchet.checkpoint.blocks import Blocks, save_blocks
+from ratchet.config.kinds import construct
 from ratchet.config.schema import OptimizerConfig
 from ratchet.interfaces import LossTerm, Shard
 from ratchet.learners.columns import Head, Wanted, token_columns
@@ -133,9 +134,11 @@ class DTensorLearner:
                 stage.autocast = autocast  # a pipeline runs them where `Forward` has no say
             if mesh.pipeline is not None:
                 self.pipeline = Pipeline(mesh, model, device, self.forward.dtype)
-        self.optimizer, self.pace = None, None
+        self.optimizer: AdamW | None = None
+        self.pace: Pace | None = None
         if optimizer is not None:
-            self.optimizer = AdamW([(item.name, item.parameter) for item in self.held], optimizer, local=local)
+            named = [(item.name, item.parameter) for item in self.held]
+            self.optimizer = construct(optimizer, named, local=local)
             self.pace = Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
         self._residence = Residence([model, head], self.optimizer)
 
@@ -240,7 +243,7 @@ class DTensorLearner:
             numbers = {"taken": self.pace.taken, "bad": self.pace.bad, "steps": steps}
             for item in (item for item in self.held if item.first and item.name in state):
                 for key, moment in moments_of(state[item.name]):
-                    blocks += [named(block, f"{key}/{block.name}") for block in item.blocks(moment)]
+                    blocks += [renamed(block, f"{key}/{block.name}") for block in item.blocks(moment)]
         save_blocks(directory, self.mesh.rank, blocks, numbers)
         dist.barrier()
 
@@ -264,5 +267,5 @@ def moments_of(moments: Moments) -> Iterator[tuple[str, Tensor]]:
     return ((key, moment) for key, moment in moments.items() if key != "step")
 
 
-def named(block: Shard, name: str) -> Shard:
+def renamed(block: Shard, name: str) -> Shard:
     return Shard(name, block.shape, block.offsets, block.tensor)

@@ -119,6 +119,7 @@ class LearnerRank:
     def _learner(self, name: str, spec: RoleSpec) -> DTensorLearner:
         model = self.policy if name == "policy" else self._copy() if spec.origin is None else self._load(spec.origin)
         model.requires_grad_(spec.optimizer is not None)
+        optimizer: Any = None if spec.optimizer is None else resolve("optimizer", spec.optimizer)
         head = ScalarHead(model.hidden_size).to(self.device, self.dtype) if spec.scalar else None
         if head is not None:
             shard_model(head, [], self.mesh)
@@ -127,7 +128,7 @@ class LearnerRank:
             self.mesh,
             model,
             device=self.device,
-            optimizer=spec.optimizer,
+            optimizer=optimizer,
             total_steps=spec.total_steps,
             head=head,
             autocast=self.autocast,

@@ -54,7 +54,9 @@ FIRST = {
     "stages": [
         {"name": "a", "algorithm": {"kind": "sft"}, "environment": {"kind": "arithmetic"}},
         {"name": "b", "algorithm": {"kind": "grpo", "group_size": 2}, "environment": {"kind": "countdown"}},
-        {"name": "c", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}},
+        {
+            "name": "c", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}, "optimizer": {"kind": "muon"},
+        },
     ],
 }  # fmt: skip
 SECOND = {
@@ -282,6 +284,8 @@ GRPO_KNOBS = [
     ("optimizer__schedule", "linear", "cosine", "lr", {}),
     ("optimizer__decay_steps", 1, 2, "lr", {"optimizer__schedule": "wsd"}),
     ("optimizer__ema_decay", 0.5, 0.9, "averages", {}),
+    ("optimizer__kind", "adamw", "muon", "weights", {}),
+    ("optimizer__momentum", 0.5, 0.9, "weights", {"optimizer__kind": "muon"}),
     ("optimizer__min_lr_ratio", 0.0, 0.5, "lr", {"optimizer__schedule": "linear"}),
     ("sampling__temperature", 0.2, 1.0, "first tokens", {}),
     ("sampling__top_p", 0.3, 1.0, "first tokens", {}),
@@ -327,7 +331,7 @@ def test_a_knob_of_rewards_changes_the_reward():
 
 
 def test_every_knob_of_the_tables_sections_is_turned():
-    sections = ("optimizer", "sampling", "learner[local]", "generator[engine]")
+    sections = ("optimizer[adamw]", "optimizer[muon]", "sampling", "learner[local]", "generator[engine]")
     turned = {key for key, *_ in GRPO_KNOBS} | {key for key, *_ in COSTS} | {"learner__max_bad_steps"}
     for path in leaf_keys(RunConfig):
         section, _, name = path.removeprefix("stages.").partition(".")

@@ -30,7 +30,7 @@ def test_it_takes_the_steps_of_torchs_own_bit_for_bit():
         {"params": [p for _, p in theirs if p.dim() < 2], "weight_decay": 0.0},
     ]
     expected = torch.optim.AdamW(groups, betas=CONFIG.betas, eps=CONFIG.eps, fused=True)
-    made = AdamW(ours, CONFIG)
+    made = AdamW(CONFIG, ours)
     for step in range(6):
         lr = 0.1 / (step + 1)
         for group in expected.param_groups:
@@ -45,7 +45,7 @@ def test_it_takes_the_steps_of_torchs_own_bit_for_bit():
 
 def test_it_goes_on_from_its_state_as_if_nothing_had_been():
     whole, resumed = parameters(), parameters()
-    first, second = AdamW(whole, AVERAGING), AdamW(resumed, AVERAGING)
+    first, second = AdamW(AVERAGING, whole), AdamW(AVERAGING, resumed)
     for step in range(6):
         if step == 3:
             state = copy.deepcopy(first.state)
@@ -66,7 +66,7 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
 
 def test_a_parameter_without_a_gradient_has_no_state():
     named = parameters()
-    made = AdamW(named, CONFIG)
+    made = AdamW(CONFIG, named)
     give_gradients(named, 0)
     made.step(0.01)
     assert set(made.state) == {"matrix", "vector"}
@@ -78,7 +78,7 @@ AVERAGING = CONFIG.model_copy(update={"ema_decay": 0.75})
 def test_the_average_is_the_weighted_sum_of_what_the_weights_have_been():
     """e_n = d^n w_0 + (1 - d) sum_i d^(n - i) w_i; of a parameter from the step before its first gradient on."""
     named = parameters()
-    made = AdamW(named, AVERAGING)
+    made = AdamW(AVERAGING, named)
     been = {name: [] for name, _ in named}
     for step in range(5):
         give_gradients(named, step)
@@ -95,7 +95,7 @@ def test_the_average_is_the_weighted_sum_of_what_the_weights_have_been():
 
 def test_the_average_takes_the_place_of_the_weights_and_gives_it_back():
     named = parameters()
-    made = AdamW(named, AVERAGING)
+    made = AdamW(AVERAGING, named)
     give_gradients(named, 0)
     made.step(0.1)
     weights = {name: p.detach().clone() for name, p in named}
@@ -108,13 +108,13 @@ def test_the_average_takes_the_place_of_the_weights_and_gives_it_back():
 
 def test_a_checkpoint_without_the_average_is_refused():
     named = parameters()
-    made = AdamW(named, CONFIG)
+    made = AdamW(CONFIG, named)
     give_gradients(named, 0)
     made.step(0.1)
     with pytest.raises(CheckpointError, match="no 'average' of 'matrix'"):
-        AdamW(parameters(), AVERAGING).load(made.state)
+        AdamW(AVERAGING, parameters()).load(made.state)
 
 
 def test_the_state_of_other_parameters_is_refused():
     with pytest.raises(CheckpointError, match=r"optimizer state of '0'.*older version"):
-        AdamW(parameters(), CONFIG).load({0: {}})
+        AdamW(CONFIG, parameters()).load({0: {}})
