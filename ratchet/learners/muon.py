@@ -16,8 +16,8 @@ ROUNDS = 5
 
 
 class Muon(AdamW):
-    """https://kellerjordan.github.io/posts/muon/, with Nesterov's momentum, and the scale and weight decay of arXiv:2502.16982,
-    eq. 4: with G the gradient of a matrix W of [r, c],
+    """https://kellerjordan.github.io/posts/muon/, with Nesterov's momentum, and the scale and weight decay of
+    arXiv:2502.16982: with G the gradient of a matrix W of [r, c],
 
         M <- momentum M + G        W <- W - lr (0.2 sqrt(max(r, c)) NS(G + momentum M) + weight_decay W)
 

@@ -1,4 +1,4 @@
-"""One step against the formulas of the post (Newton-Schulz) and of arXiv:2502.16982, eq. 4 (scale and decay), in float64."""
+"""One step against the formulas of the post (Newton-Schulz) and of arXiv:2502.16982 (scale and decay), in float64."""
 
 import asyncio
 import copy

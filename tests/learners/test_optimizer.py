@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import CheckpointError
 from ratchet.learners.optimizer import AdamW
@@ -113,6 +114,25 @@ def test_a_checkpoint_without_the_average_is_refused():
     made.step(0.1)
     with pytest.raises(CheckpointError, match="no 'average' of 'matrix'"):
         AdamW(AVERAGING, parameters()).load(made.state)
+
+
+class SignConfig(OptimizerConfig):
+    builds = f"{__name__}:Sign"
+    scale: float = 1.0
+
+
+class Sign(AdamW):
+    def change(self, given, lr):
+        for _, p in given:
+            p.sub_(p.grad.sign(), alpha=lr * self.config.scale)
+
+
+def test_an_optimizer_of_somebody_elses_is_named_by_the_path_of_its_section():
+    section = resolve("optimizer", {"kind": f"{__name__}:SignConfig", "scale": 0.5})
+    named = [("matrix", nn.Parameter(torch.zeros(1, 2)))]
+    named[0][1].grad = torch.tensor([[3.0, -0.1]])
+    construct(section, named, matrices={}).step(0.5)
+    assert named[0][1].tolist() == [[-0.25, 0.25]]
 
 
 def test_the_state_of_other_parameters_is_refused():
