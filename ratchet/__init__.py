@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ratchet.environments.gsm8k import GSM8K as GSM8K
     from ratchet.environments.preferences import Preferences as Preferences
     from ratchet.environments.sorting import Sorting as Sorting
+    from ratchet.learners.optimizer_config import MuonConfig as MuonConfig
     from ratchet.loop import train as train
     from ratchet.models.load import init_policy as init_policy
     from ratchet.models.load import load_policy as load_policy
@@ -57,6 +58,7 @@ _HOMES = {
     "ratchet.environments.gsm8k": ("GSM8K",),
     "ratchet.environments.preferences": ("Preferences",),
     "ratchet.environments.sorting": ("Sorting",),
+    "ratchet.learners.optimizer_config": ("MuonConfig",),
     "ratchet.loop": ("train",),
     "ratchet.models.load": ("init_policy", "load_policy"),
     "ratchet.models.presets": ("preset",),

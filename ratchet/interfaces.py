@@ -91,8 +91,9 @@ class Learner(Protocol):
         ...
 
     def load(self, directory: Path) -> None: ...
-    def export(self, directory: Path) -> None:
-        """The model in Hugging Face form, with its scalar head where it has one."""
+    def export(self, directory: Path, *, averaged: bool = False) -> None:
+        """The model in Hugging Face form, with its scalar head where it has one. averaged: with the running average of its
+        weights in their place, where the optimizer keeps one."""
         ...
 
 

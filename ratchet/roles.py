@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ratchet.algorithms.base import Algorithm, Role
 from ratchet.config.base import Section
-from ratchet.config.kinds import construct
+from ratchet.config.kinds import construct, with_kind
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, ModelError
@@ -107,6 +107,11 @@ def _remote_roles(
             f"algorithm {algorithm.name} was made in Python, and learner.kind=dtensor makes its losses again in other "
             "processes: give Plan.algorithm the section that it is made from"
         )
+    if optimizer.whole_matrices:
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes with whole matrices, and learner.kind=dtensor divides them: set "
+            "optimizer.kind=adamw, or learner.kind=local"
+        )
     copied = next((name for name, role in algorithm.roles.items() if role.path is None), None)
     if copied is not None and not isinstance(model, DecoderPolicy):
         raise ConfigError(
@@ -121,7 +126,7 @@ def _remote_roles(
         own = optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
         specs[name] = RoleSpec(
             origin=None if role.path is None else Origin(path=role.path),
-            optimizer=own if name in algorithm.losses else None,
+            optimizer=with_kind("optimizer", own).model_dump(mode="json") if name in algorithm.losses else None,
             total_steps=_updates(algorithm, name, steps),
             scalar=bool(SCALARS & algorithm.needs_of(name)),
             shared_vocab=shared,

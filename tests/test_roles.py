@@ -14,6 +14,7 @@ from ratchet.data.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
 from ratchet.learners.config import DTensorConfig, LocalConfig
+from ratchet.learners.optimizer_config import MuonConfig
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
@@ -52,6 +53,13 @@ def roles_of(net, algo):
 def test_a_learner_of_several_processes_without_any_is_refused():
     with pytest.raises(ConfigError, match="there is none here: give Policy"):
         make_roles(model(), TOKENIZER, algorithm("sft"), section=DTensorConfig(), optimizer=OptimizerConfig(), steps=1)
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided():
+    algo, spec = algorithm("sft"), resolve("algorithm", {"kind": "sft"})
+    options = {"section": DTensorConfig(), "optimizer": MuonConfig(), "ranks": object(), "spec": spec}
+    with pytest.raises(ConfigError, match=r"MuonConfig computes with whole matrices.*set optimizer.kind=adamw"):
+        make_roles(model(), TOKENIZER, algo, steps=1, **options)
 
 
 def batch(rows=ROWS):

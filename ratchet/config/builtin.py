@@ -139,6 +139,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "by_tag": "ratchet.rewards.config:ByTagConfig",
     },
     "agent": {"command": "ratchet.experience.proxy.config:CommandConfig"},
+    "optimizer": {
+        "adamw": "ratchet.config.schema:OptimizerConfig",
+        "muon": "ratchet.learners.optimizer_config:MuonConfig",
+    },
     "learner": {"local": "ratchet.learners.config:LocalConfig", "dtensor": "ratchet.learners.config:DTensorConfig"},
     "generator": {**GENERATORS, "workers": "ratchet.generators.workers_config:WorkersConfig"},
     "generating": GENERATORS,  # what worker processes hold
@@ -164,6 +168,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 DEFAULT_KIND: Mapping[str, str] = {
+    "optimizer": "adamw",
     "learner": "local",
     "generator": "engine",
     "link": "auto",

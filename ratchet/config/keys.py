@@ -76,7 +76,7 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def leaf_keys(model: type[Section]) -> tuple[str, ...]:
-    """Every key that holds a value: "seed", "stages.optimizer.lr", "stages.algorithm[grpo].group_size", ..."""
+    """Every key that holds a value: "seed", "stages.optimizer[adamw].lr", "stages.algorithm[grpo].group_size", ..."""
     return tuple(key.path for key in keys(model) if key.leaf)
 
 

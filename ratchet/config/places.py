@@ -31,6 +31,16 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _divided(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.optimizer.whole_matrices and _kind(stage.learner) == "dtensor":
+        yield clash(
+            f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and learner.kind=dtensor divides them over "
+            "processes: set optimizer.kind=adamw, or learner.kind=local",
+            "optimizer.kind",
+            "learner.kind",
+        )
+
+
 def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     kind = _kind(config.cluster)
     generates = kind == "ray" and _kind(stage.generator) == "workers"
@@ -67,4 +77,10 @@ def _kind(section: Section) -> str:
     return getattr(section, "kind", "")
 
 
-PLACE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (_learners, _ranks, _cluster, _turns)
+PLACE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
+    _learners,
+    _ranks,
+    _divided,
+    _cluster,
+    _turns,
+)

@@ -6,7 +6,7 @@ A `RunConfig` is resolved: each of its stages is complete. What a user writes is
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny
 
@@ -49,7 +49,13 @@ class LoggingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs."""
+    """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs.
+
+    whole_matrices: whether its steps need each matrix in one process.
+    """
+
+    builds: ClassVar[str] = "ratchet.learners.optimizer:AdamW"
+    whole_matrices: ClassVar[bool] = False
 
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
@@ -59,8 +65,17 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled, on matrices only.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm; null: never.")
     warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps in which the rate rises to lr.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="The rate after the warm-up.")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Rate at the end of a linear or cosine schedule, over lr.")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="constant", description="The rate after the warm-up; wsd: constant, then linear over the last decay_steps."
+    )
+    decay_steps: int = Field(default=0, ge=0, description="Optimizer steps of the decay that ends a wsd schedule.")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Rate at the end of a schedule that decays, over lr.")
+    ema_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share that a running average of the weights keeps of itself a step; it is left in model-ema/. null: none.",
+    )
 
 
 class SamplingConfig(Section):
@@ -160,7 +175,9 @@ class StageConfig(Section):
     examples: int | None = Field(default=None, ge=1, description="Distinct training tasks; null: no limit.")
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: Annotated[SerializeAsAny[OptimizerConfig], Slot("optimizer")] = Field(
+        default_factory=_default("optimizer", "adamw"), description="What turns a gradient into a step."
+    )
     learner: Annotated[Chosen, Slot("learner")] = Field(default_factory=_default("learner", "local"))
     generator: Annotated[Chosen, Slot("generator")] = Field(default_factory=_default("generator", "engine"))
     link: Annotated[Chosen, Slot("link")] = Field(

@@ -120,8 +120,34 @@ def _schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
         yield clash(
             f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with optimizer.schedule=constant: "
-            "set optimizer.schedule=linear or cosine, or remove it",
+            "set optimizer.schedule=linear, cosine or wsd, or remove it",
             "optimizer.min_lr_ratio",
+        )
+
+
+def _decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    optimizer, steps = stage.optimizer, stage.optimizer_steps
+    warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
+    if optimizer.schedule != "wsd":
+        if decay:
+            yield clash(
+                f"optimizer.decay_steps={decay} is not read with optimizer.schedule={optimizer.schedule}: "
+                "set optimizer.schedule=wsd, or remove it",
+                "optimizer.decay_steps",
+            )
+    elif not decay:
+        yield clash(
+            "optimizer.schedule=wsd without optimizer.decay_steps never decays: set "
+            f"optimizer.decay_steps={max(1, steps // 5)} (a fifth of the stage's {steps} optimizer steps), or "
+            "optimizer.schedule=constant",
+            "optimizer.schedule",
+        )
+    elif warmup <= steps < warmup + decay:
+        yield clash(
+            f"optimizer.warmup_steps={warmup} and decay_steps={decay} together are more than the stage's {steps} optimizer "
+            "steps: lower one of them, or raise steps",
+            "optimizer.decay_steps",
+            "steps",
         )
 
 
@@ -316,6 +342,7 @@ def _kind(stage: StageConfig) -> str:
 STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
     _batch,
     _schedule,
+    _decay,
     _critic,
     _sampling,
     _filters,

@@ -32,8 +32,8 @@ class Around:
     def load(self, directory: Path) -> None:
         self.inner.load(directory)
 
-    def export(self, directory: Path) -> None:
-        self.inner.export(directory)
+    def export(self, directory: Path, *, averaged: bool = False) -> None:
+        self.inner.export(directory, averaged=averaged)
 
     async def onload(self) -> None:
         await self._placeable().onload()

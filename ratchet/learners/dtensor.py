@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ratchet.batch import Batch
 from ratchet.checkpoint.blocks import Blocks, save_blocks
+from ratchet.config.kinds import construct
 from ratchet.config.schema import OptimizerConfig
 from ratchet.interfaces import LossTerm, Shard
 from ratchet.learners.columns import Head, Wanted, token_columns
@@ -25,7 +26,7 @@ from ratchet.learners.config import DTensorConfig
 from ratchet.learners.forward import Forward, logits_mib
 from ratchet.learners.held import complete_gradients, fill_held, global_norm, held_parameters, local, scale_gradients
 from ratchet.learners.mesh import Mesh
-from ratchet.learners.optimizer import AdamW
+from ratchet.learners.optimizer import AdamW, Moments
 from ratchet.learners.pace import Pace
 from ratchet.learners.pipeline import Pipeline
 from ratchet.learners.residence import Residence
@@ -34,8 +35,6 @@ from ratchet.models.heads import ScalarHead
 from ratchet.models.moe import Experts
 from ratchet.models.policy import PolicyModel
 from ratchet.models.spread import SpreadPolicy
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def shard_model(
@@ -135,9 +134,11 @@ class DTensorLearner:
                 stage.autocast = autocast  # a pipeline runs them where `Forward` has no say
             if mesh.pipeline is not None:
                 self.pipeline = Pipeline(mesh, model, device, self.forward.dtype)
-        self.optimizer, self.pace = None, None
+        self.optimizer: AdamW | None = None
+        self.pace: Pace | None = None
         if optimizer is not None:
-            self.optimizer = AdamW([(item.name, item.parameter) for item in self.held], optimizer, local=local)
+            named = [(item.name, item.parameter) for item in self.held]
+            self.optimizer = construct(optimizer, named, local=local)
             self.pace = Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
         self._residence = Residence([model, head], self.optimizer)
 
@@ -241,8 +242,8 @@ class DTensorLearner:
             steps = {name: int(moments["step"]) for name, moments in state.items()}
             numbers = {"taken": self.pace.taken, "bad": self.pace.bad, "steps": steps}
             for item in (item for item in self.held if item.first and item.name in state):
-                for key in MOMENTS:
-                    blocks += [named(block, f"{key}/{block.name}") for block in item.blocks(state[item.name][key])]
+                for key, moment in moments_of(state[item.name]):
+                    blocks += [renamed(block, f"{key}/{block.name}") for block in item.blocks(moment)]
         save_blocks(directory, self.mesh.rank, blocks, numbers)
         dist.barrier()
 
@@ -252,22 +253,19 @@ class DTensorLearner:
         fill_held(self.held, stored.read)
         if self.optimizer is not None and self.pace is not None:
             self.pace.taken, self.pace.bad = stored.numbers["taken"], stored.numbers["bad"]
-            self.optimizer.load(self._moments(stored))
-
-    def _moments(self, stored: Blocks) -> dict[str, dict[str, Tensor]]:
-        made: dict[str, dict[str, Tensor]] = {}
-        for item in self.held:
-            steps = stored.numbers["steps"].get(item.name)
-            if steps is None:
-                continue
-            made[item.name] = {"step": torch.tensor(float(steps))}
-            for key in MOMENTS:
-                moment = torch.empty_like(item.local)
-                for block in item.blocks(moment):
-                    block.tensor.copy_(stored.read(f"{key}/{block.name}", block.offsets, block.tensor.shape))
-                made[item.name][key] = moment
-        return made
+            self.optimizer.state = {}
+            for item in (item for item in self.held if item.name in stored.numbers["steps"]):
+                moments = self.optimizer.begin(item.name, item.parameter)
+                moments["step"].fill_(stored.numbers["steps"][item.name])
+                for key, moment in moments_of(moments):
+                    for block in item.blocks(moment):
+                        block.tensor.copy_(stored.read(f"{key}/{block.name}", block.offsets, block.tensor.shape))
 
 
-def named(block: Shard, name: str) -> Shard:
+def moments_of(moments: Moments) -> Iterator[tuple[str, Tensor]]:
+    """Those that lie as the parameter does."""
+    return ((key, moment) for key, moment in moments.items() if key != "step")
+
+
+def renamed(block: Shard, name: str) -> Shard:
     return Shard(name, block.shape, block.offsets, block.tensor)

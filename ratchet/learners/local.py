@@ -1,4 +1,4 @@
-"""The learner of one process: autograd on packed micro-batches, AdamW, and nothing but sums in between.
+"""The learner of one process: autograd on packed micro-batches, an optimizer, and nothing but sums in between.
 
 T = tokens, S = sequences of a micro-batch.
 """
@@ -6,6 +6,7 @@ T = tokens, S = sequences of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ratchet.batch import Batch, Level
 from ratchet.checkpoint.state import load_state, save_state
+from ratchet.config.kinds import construct
 from ratchet.config.schema import OptimizerConfig
 from ratchet.crew import Crew, dealt
 from ratchet.interfaces import LossTerm, Shard
@@ -60,7 +62,9 @@ class LocalLearner:
         self.crew = Crew(1 if config.workers == "auto" or device != "cpu" else config.workers)
         # The first one's gradients are those that the optimizer reads.
         self.hands = [own, *(own.twin() for _ in range(self.crew.size - 1))] if optimizer else [own] * self.crew.size
-        self.optimizer = None if optimizer is None else AdamW(own.parameters(), optimizer)
+        self.optimizer: AdamW | None = None
+        if optimizer is not None:
+            self.optimizer = construct(optimizer, own.parameters(), matrices=model.matrices())
         self._residence = Residence([model, head], self.optimizer)
         self.pace = None if optimizer is None else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
 
@@ -152,10 +156,11 @@ class LocalLearner:
             state["optimizer"] = self.optimizer.state
         save_state(directory, state)
 
-    def export(self, directory: Path) -> None:
-        self.model.save(directory)
-        if self.head is not None:
-            save_head(self.head, directory)
+    def export(self, directory: Path, *, averaged: bool = False) -> None:
+        with self.optimizer.averaged() if averaged and self.optimizer is not None else nullcontext():
+            self.model.save(directory)
+            if self.head is not None:
+                save_head(self.head, directory)
 
     def load(self, directory: Path) -> None:
         state = load_state(directory)

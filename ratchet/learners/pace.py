@@ -26,6 +26,7 @@ class Pace:
             warmup=config.warmup_steps,
             schedule=config.schedule,
             min_ratio=config.min_lr_ratio,
+            decay=config.decay_steps,
         )
         self.taken += 1
         return {"lr": config.lr * factor, "skipped_empty": 0.0, "skipped_nonfinite": 0.0}

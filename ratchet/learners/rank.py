@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,6 +119,7 @@ class LearnerRank:
     def _learner(self, name: str, spec: RoleSpec) -> DTensorLearner:
         model = self.policy if name == "policy" else self._copy() if spec.origin is None else self._load(spec.origin)
         model.requires_grad_(spec.optimizer is not None)
+        optimizer: Any = None if spec.optimizer is None else resolve("optimizer", spec.optimizer)
         head = ScalarHead(model.hidden_size).to(self.device, self.dtype) if spec.scalar else None
         if head is not None:
             shard_model(head, [], self.mesh)
@@ -126,7 +128,7 @@ class LearnerRank:
             self.mesh,
             model,
             device=self.device,
-            optimizer=spec.optimizer,
+            optimizer=optimizer,
             total_steps=spec.total_steps,
             head=head,
             autocast=self.autocast,
@@ -179,8 +181,10 @@ class LearnerRank:
     def load(self, role: str, directory: str) -> None:
         self.learners[role].load(Path(directory))
 
-    def export(self, role: str, directory: str) -> None:
-        export_blocks(self.learners[role], Path(directory))
+    def export(self, role: str, directory: str, averaged: bool) -> None:
+        learner = self.learners[role]
+        with learner.optimizer.averaged() if averaged and learner.optimizer is not None else nullcontext():
+            export_blocks(learner, Path(directory))
 
     def close(self) -> None:
         if dist.is_initialized():

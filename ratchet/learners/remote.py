@@ -90,5 +90,5 @@ class RemoteLearner:
     def load(self, directory: Path) -> None:
         self.ranks.call_now("load", self.role, str(directory))
 
-    def export(self, directory: Path) -> None:
-        self.ranks.call_now("export", self.role, str(directory))
+    def export(self, directory: Path, *, averaged: bool = False) -> None:
+        self.ranks.call_now("export", self.role, str(directory), averaged)

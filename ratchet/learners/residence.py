@@ -11,8 +11,8 @@ from ratchet.learners.optimizer import AdamW
 
 
 class Residence:
-    """Moves weights, buffers and moments; gradients exist in updates only. Parameters stay the same objects. What is saved,
-    loaded or sent meanwhile is read and written where it is."""
+    """Moves weights, buffers and what the optimizer keeps; gradients exist in updates only. Parameters stay the same objects.
+    What is saved, loaded or sent meanwhile is read and written where it is."""
 
     def __init__(self, modules: Sequence[nn.Module | None], optimizer: AdamW | None) -> None:
         self.modules = [module for module in modules if module is not None]

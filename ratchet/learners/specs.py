@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ratchet.config.schema import OptimizerConfig
 from ratchet.models.origin import Origin
 
 
 @dataclass(frozen=True)
 class RoleSpec:
     """How the learner of a role is made. origin: of its model; None: a copy of the policy as it is, which for "policy" is the
-    policy itself. optimizer: None freezes it. scalar: whether it has a scalar head."""
+    policy itself. optimizer: the values of its section; None freezes it. scalar: whether it has a scalar head."""
 
     origin: Origin | None = None
-    optimizer: OptimizerConfig | None = None
+    optimizer: Mapping[str, Any] | None = None
     total_steps: int = 1
     scalar: bool = False
     shared_vocab: int | None = None

@@ -216,6 +216,11 @@ class TransformersPolicy(PolicyModel):
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
+    def matrices(self) -> Mapping[str, Sequence[int]]:
+        """Without tensors of three dimensions: they may be experts, and may be the kernels of a convolution."""
+        inside = {parameter for layer in self.layers() for parameter in layer.parameters() if parameter.dim() == 2}
+        return {name: [len(parameter)] for name, parameter in self.named_parameters() if parameter in inside}
+
     def layers(self) -> list[nn.Module]:
         """The repeated blocks of the backbone, which hold most of the weights."""
         lists = [module for module in self.backbone.modules() if isinstance(module, nn.ModuleList) and len(module)]

@@ -17,6 +17,7 @@ from ratchet.models.attention import PackedAttention, TreeAttention
 from ratchet.models.by_plan import Divided
 from ratchet.models.decoder import Attend, Decoder
 from ratchet.models.hf import Savable, canonical_weights, save_decoder
+from ratchet.models.layout import pieces
 from ratchet.models.prefixes import PrefixTree
 from ratchet.models.tensor_parallel import DividedVocabulary
 
@@ -47,6 +48,11 @@ class PolicyModel(nn.Module, ABC):
     @abstractmethod
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion, as the model's own configuration says."""
+
+    @abstractmethod
+    def matrices(self) -> Mapping[str, Sequence[int]]:
+        """What layers multiply hidden states by, by the name of the parameter here: the rows of each matrix that lies in it,
+        one below the other. Embeddings and the language head are none."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -130,6 +136,14 @@ class DecoderPolicy(PolicyModel):
     @property
     def eos_ids(self) -> tuple[int, ...]:
         return self.decoder.config.eos_ids
+
+    def matrices(self) -> Mapping[str, Sequence[int]]:
+        layers = {name: found for name, found in pieces(self.decoder).items() if name.startswith("layers.")}
+        return {
+            f"decoder.{name}": [len(piece.rows) for piece in found]
+            for name, found in layers.items()
+            if len(found[0].shape) == 2
+        }
 
     @property
     def shares_prefixes(self) -> bool:

@@ -90,7 +90,7 @@ class FakeLearner:
         directory.mkdir(parents=True, exist_ok=True)
         np.save(directory / "logits.npy", self.logits.detach().numpy(), allow_pickle=False)
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, *, averaged: bool = False) -> None:
         self.save(directory)
 
     def load(self, directory: Path) -> None:

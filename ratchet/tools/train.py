@@ -35,7 +35,7 @@ from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.run import Progress, Run, StopRequest
 from ratchet.tools.profiling import profiled_stage, profiling
 from ratchet.tools.status import answers_status
-from ratchet.tools.target import MODEL
+from ratchet.tools.target import AVERAGE, MODEL
 
 log = logging.getLogger("ratchet.train")
 
@@ -227,14 +227,17 @@ class Session:
             self.sinks.write(0, flushed)
 
     def _finish(self, policy: Policy, trained: Learner) -> None:
-        model = self.directory.path / MODEL
-        trained.export(model)
-        policy.tokenizer.save(model)
-        config = self.config
+        config, models = self.config, [("model", self.directory.path / MODEL)]
+        trained.export(models[0][1])
+        if config.stages[-1].optimizer.ema_decay is not None:
+            models.append(("average", self.directory.path / AVERAGE))
+            trained.export(models[1][1], averaged=True)
+        for _, path in models:
+            policy.tokenizer.save(path)
         summary = RunSummary(tuple(self.summaries), self.command, config.seed, int(config.threads), config.device)
         summary.write(self.directory.summary)
         self.console.print(summary.table())
-        rows = [("run", self.directory.path), ("model", model), ("summary", self.directory.summary)]
+        rows = [("run", self.directory.path), *models, ("summary", self.directory.summary)]
         if write_curve(self.directory.metrics, self.directory.curve):
             rows.append(("curve", self.directory.curve))
         for name, path in rows:

@@ -18,7 +18,6 @@ from sandbox.fake_remote import FakeRemote
 from ratchet.assemble import build_reward
 from ratchet.config.builtin import KINDS
 from ratchet.config.kinds import construct, resolve, section_class
-from ratchet.config.schema import OptimizerConfig
 from ratchet.environments.games_config import GameConfig
 from ratchet.errors import DataError
 from ratchet.executors.cluster import Need
@@ -95,7 +94,7 @@ def in_ranks() -> None:
     parts(section)
     rank = LearnerRank(place, learner=section.model_dump(mode="json"), origin=Origin(shape=preset("tiny", vocab_size=8)))
     try:
-        rank.begin({"policy": RoleSpec(optimizer=OptimizerConfig())}, {"kind": "sft"})
+        rank.begin({"policy": RoleSpec(optimizer={})}, {"kind": "sft"})
         RemoteLearner(SimpleNamespace(), section, "policy", device="cpu", vocab_size=8, unit="sequence", shares_prefixes=True)
     finally:
         rank.close()

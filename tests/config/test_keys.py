@@ -11,7 +11,7 @@ def test_leaf_keys_are_every_key_that_holds_a_value():
         "model.overrides",
         "tokenizer[characters].alphabet",
         "stages.name",
-        "stages.optimizer.betas",
+        "stages.optimizer[adamw].betas",
         "stages.algorithm[grpo].group_size",
         "stages.algorithm[sft].train",
         "stages.environment[sorting].digits",
@@ -27,7 +27,7 @@ def test_keys_are_shown_as_a_recipe_may_write_them():
     by_path = {key.path: key for key in keys(RunConfig)}
     key = by_path["stages.algorithm[grpo].advantage[rloo].scale"]
     assert (key.written, key.kinds) == ("algorithm.advantage.scale", "grpo, rloo")
-    assert by_path["stages.optimizer.lr"].written == "optimizer.lr"
+    assert by_path["stages.optimizer[adamw].lr"].written == "optimizer.lr"
 
 
 def test_every_leaf_is_described():

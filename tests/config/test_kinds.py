@@ -156,6 +156,7 @@ MODULES = {
     "environment": [*(f"environments.{name}config" for name in ENVIRONMENTS), "experience.config"],
     "tool": ["environments.tools.config"],
     "rewards": ["rewards.config"],
+    "optimizer": ["config.schema", "learners.optimizer_config"],
     "learner": ["learners.config"],
     "generator": ["generators.config", "generators.workers_config"],
     "tokenizer": ["data.config"],

@@ -54,7 +54,9 @@ FIRST = {
     "stages": [
         {"name": "a", "algorithm": {"kind": "sft"}, "environment": {"kind": "arithmetic"}},
         {"name": "b", "algorithm": {"kind": "grpo", "group_size": 2}, "environment": {"kind": "countdown"}},
-        {"name": "c", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}},
+        {
+            "name": "c", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}, "optimizer": {"kind": "muon"},
+        },
     ],
 }  # fmt: skip
 SECOND = {
@@ -241,7 +243,9 @@ def outcome(recipe: dict, poison: bool = False) -> SimpleNamespace:
     except TrainingError as raised:
         error = raised
     weights = torch.cat([p.detach().flatten() for p in policy.model.parameters()])
-    return SimpleNamespace(updates=updates, tokens=tokens, steps=len(starts), error=error, weights=weights)
+    state = run.roles["policy"].optimizer.state
+    averages = {name: kept["average"].tolist() for name, kept in state.items() if "average" in kept}
+    return SimpleNamespace(updates=updates, tokens=tokens, steps=len(starts), error=error, weights=weights, averages=averages)
 
 
 def steps_before_giving_up(limit: int) -> int:
@@ -254,6 +258,8 @@ def steps_before_giving_up(limit: int) -> int:
 def compared(done: SimpleNamespace, what: str):
     if what == "lr" or what in done.updates[0]:
         return [numbers[what] for numbers in done.updates]
+    if what == "averages":
+        return done.averages
     whole = {"tokens": done.tokens, "first tokens": done.tokens[0], "steps": done.steps, "updates": len(done.updates)}
     return done.weights.tolist() if what == "weights" else whole[what]
 
@@ -276,6 +282,10 @@ GRPO_KNOBS = [
     ("optimizer__warmup_steps", 0, 3, "lr", {}),
     ("optimizer__schedule", "constant", "linear", "lr", {}),
     ("optimizer__schedule", "linear", "cosine", "lr", {}),
+    ("optimizer__decay_steps", 1, 2, "lr", {"optimizer__schedule": "wsd"}),
+    ("optimizer__ema_decay", 0.5, 0.9, "averages", {}),
+    ("optimizer__kind", "adamw", "muon", "weights", {}),
+    ("optimizer__momentum", 0.5, 0.9, "weights", {"optimizer__kind": "muon"}),
     ("optimizer__min_lr_ratio", 0.0, 0.5, "lr", {"optimizer__schedule": "linear"}),
     ("sampling__temperature", 0.2, 1.0, "first tokens", {}),
     ("sampling__top_p", 0.3, 1.0, "first tokens", {}),
@@ -321,7 +331,7 @@ def test_a_knob_of_rewards_changes_the_reward():
 
 
 def test_every_knob_of_the_tables_sections_is_turned():
-    sections = ("optimizer", "sampling", "learner[local]", "generator[engine]")
+    sections = ("optimizer[adamw]", "optimizer[muon]", "sampling", "learner[local]", "generator[engine]")
     turned = {key for key, *_ in GRPO_KNOBS} | {key for key, *_ in COSTS} | {"learner__max_bad_steps"}
     for path in leaf_keys(RunConfig):
         section, _, name = path.removeprefix("stages.").partition(".")

@@ -67,7 +67,7 @@ WRONG_VALUES = [
     ({"optimizer": "{betas: [0.9, true]}"}, "line 5: optimizer.betas: item 1 must be a number"),
     (
         {"optimizer": "{schedule: cosin}"},
-        "optimizer.schedule: 'cosin' must be 'constant', 'linear' or 'cosine'; did you mean 'cosine'?",
+        "optimizer.schedule: 'cosin' must be 'constant', 'linear', 'cosine' or 'wsd'; did you mean 'cosine'?",
     ),
     ({"optimizer": None, "batch_size": "-4"}, "line 5: batch_size: -4 must be at least 1"),
     ({"steps": "true"}, "line 5: steps: true must be a whole number"),
@@ -76,7 +76,7 @@ WRONG_VALUES = [
     ({"threads": "0"}, "line 5: threads: 0 must be at least 1 or 'auto'"),
     ({"device": "gpu"}, "line 5: device: 'gpu' must be auto, cpu, cuda or cuda:N"),
     ({"name": "a/b"}, "line 5: name: 'a/b' must be of letters, digits"),
-    ({"optimizer": ""}, "line 5: optimizer: null must be a section: keys and values"),
+    ({"optimizer": ""}, "line 5: optimizer: null must be a section with its kind, as {kind: adamw}"),
     ({"model": "tiny"}, "line 1: model: 'tiny' must be a section: keys and values"),
     ({"algorithm": "grpo"}, "line 4: algorithm: 'grpo' must be a section with its kind, as {kind: grpo}"),
     (
@@ -128,6 +128,16 @@ CLASHES = [
         {"optimizer": "{warmup_steps: 30}", "steps": "10", "algorithm": "{kind: grpo, minibatches: 2}"},
         "optimizer.warmup_steps=30 is more than the stage's 20 optimizer steps (steps=10 x minibatches=2 x epochs=1)",
     ),
+    (
+        {"optimizer": "{schedule: wsd, warmup_steps: 4, decay_steps: 7}", "steps": "10"},
+        "optimizer.warmup_steps=4 and decay_steps=7 together are more than the stage's 10 optimizer steps: lower one",
+    ),
+    ({"optimizer": "{schedule: wsd}", "steps": "50"}, "never decays: set optimizer.decay_steps=10 (a fifth of the stage's 50"),
+    (
+        {"optimizer": "{kind: muon}", "learner": "{kind: dtensor}"},
+        "optimizer.kind=muon computes with whole matrices, and learner.kind=dtensor divides them over processes: set",
+    ),
+    ({"optimizer": "{decay_steps: 5}"}, "optimizer.decay_steps=5 is not read with optimizer.schedule=constant"),
     ({"optimizer": "{min_lr_ratio: 0.1}"}, "optimizer.min_lr_ratio=0.1 is not read with optimizer.schedule=constant"),
     ({"model": None}, "neither model.preset nor model.path is set"),
     ({"model": "{preset: tiny, path: x}"}, "model.preset=tiny and model.path=x both say which model: remove one"),

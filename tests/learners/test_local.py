@@ -24,6 +24,7 @@ from ratchet.learners.plan import weighing_rows
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.heads import ScalarHead
+from ratchet.models.load import load_policy
 from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_learner
@@ -242,6 +243,22 @@ def test_non_finite_steps_change_nothing_and_stop_the_run_in_the_end():
     with pytest.raises(TrainingError, match="3 optimizer steps in a row were not finite"):
         asyncio.run(made.update(poisoned, terms))
     assert all(torch.equal(a, b) for a, b in zip(after, made.model.parameters(), strict=True))
+
+
+def test_the_average_follows_the_steps_that_were_taken_and_is_exported_beside_the_weights(tmp_path):
+    batch, terms = prepared(ALGORITHMS["sft"])
+    made = learner(net=model(dtype=torch.float32), optimizer=OptimizerConfig(lr=1e-2, ema_decay=0.75))
+    embedding = lambda net: dict(net.canonical_weights())["model.embed_tokens.weight"].clone()  # noqa: E731
+    before = embedding(made.model)
+    asyncio.run(made.update(batch, terms))
+    asyncio.run(made.update(batch.take([]), terms))  # skipped
+    after = embedding(made.model)
+    made.export(tmp_path / "model")
+    made.export(tmp_path / "average", averaged=True)
+    assert torch.equal(embedding(load_policy(tmp_path / "model")), after)
+    average = embedding(load_policy(tmp_path / "average"))
+    torch.testing.assert_close(average, 0.75 * before + 0.25 * after, rtol=1e-6, atol=1e-7)
+    assert torch.equal(embedding(made.model), after)
 
 
 def test_with_one_update_a_batch_old_logprobs_are_the_updates_own():

@@ -21,7 +21,7 @@ from ratchet.models.load import init_policy, load_policy
 from ratchet.models.origin import Origin
 from ratchet.roles import make_roles
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=1, schedule="linear")
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=1, schedule="linear", ema_decay=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,11 @@ def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_rea
     again["critic"].export(tmp_path / "model")
     exported = load_policy(tmp_path / "model", dtype=torch.float64)
     alike(dict(exported.canonical_weights()), weights_of(local["critic"]))
+    for name, role in {"there": again["critic"], "here": local["critic"]}.items():
+        role.export(tmp_path / name, averaged=True)
+    there, here = (dict(load_policy(tmp_path / n, dtype=torch.float64).canonical_weights()) for n in ("there", "here"))
+    alike(there, here)
+    assert not torch.equal(here["model.embed_tokens.weight"], weights_of(local["critic"])["model.embed_tokens.weight"])
     assert (tmp_path / "model" / "score.safetensors").exists()
     assert not (tmp_path / "model" / ".blocks").exists()
 

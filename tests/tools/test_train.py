@@ -20,7 +20,7 @@ RECIPE = {
     "sampling": {"max_new_tokens": 3},
     "evaluation": {"every": 3, "tasks": 8},
     "checkpoint": {"every": 2, "keep": 2},
-    "optimizer": {"lr": 0.01},
+    "optimizer": {"lr": 0.01, "ema_decay": 0.8},
     "stages": [
         {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 4, "batch_size": 8, "examples": 20},
         {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}}, "steps": 5, "batch_size": 6},
@@ -38,7 +38,12 @@ def results(run: Path, apart: tuple[str, ...]):
     """Weights and metrics of a run, without what depends on the clock and other things set apart."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in row.items() if not k.startswith(("time/", *apart))} for row in rows]
-    return load_file(run / "model" / "model.safetensors"), kept
+    weights = {f"{name}/{key}": weight for name in ("model", "model-ema") for key, weight in _weights(run / name).items()}
+    return weights, kept
+
+
+def _weights(model: Path):
+    return load_file(model / "model.safetensors")
 
 
 def assert_equal_runs(a: Path, b: Path, apart: tuple[str, ...] = ()):
