@@ -131,6 +131,7 @@ class LearnerRank:
             head=head,
             autocast=self.autocast,
             shared_vocab=spec.shared_vocab,
+            replays=spec.replays,
         )
 
     def _copy(self) -> PolicyModel:
