@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ratchet.batch import Batch
 
 
+OF_SEQUENCES = frozenset({"scores", "routers"})  # those of the `Outputs` with an entry for each sequence
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """What a learner computes for a term on one micro-batch, with gradient. A quantity that no term `needs` is None.

@@ -10,7 +10,6 @@ T = tokens, E = experts, K = experts of a token, L = layers with experts, S = se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -50,12 +49,14 @@ class Seen(NamedTuple):
     used_TK: Tensor
 
 
-@dataclass
 class Watch:
-    """Keeps what the routers of one forward did. back_T: where each token is among those that were computed; None: in order."""
+    """Keeps what the routers of one forward did. back_T: where each token is among those that were computed; None: in order.
 
-    layers: dict[int, Seen] = field(default_factory=dict)
-    back_T: Tensor | None = None
+    Like `Routing` no dataclass: FSDP copies those on their way to a layer, and what the copy is told is lost."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Seen] = {}
+        self.back_T: Tensor | None = None
 
     def columns(self, sequence_T: Tensor, n_sequences: int) -> Tensor:
         """[S, 5], means over the layers, of each sequence:
@@ -88,13 +89,12 @@ class Watch:
         return torch.stack([balance_S, z_S, entropy_S, load_SE.amax(-1), mean(1 - kept_TK.mean(-1))], dim=-1)
 
 
-@dataclass(frozen=True)
 class Routing:
     """`route` of a learner's forward. given_TLK: experts that the sampler chose, `UNKNOWN` for tokens that it did not route:
     the router here chooses theirs; None: for all. watch: is told of everything."""
 
-    given_TLK: Tensor | None = None
-    watch: Watch | None = None
+    def __init__(self, given_TLK: Tensor | None = None, watch: Watch | None = None) -> None:
+        self.given_TLK, self.watch = given_TLK, watch
 
     def __call__(self, place: int, logits_TE: Tensor, own_TK: Tensor) -> Tensor:
         used_TK = own_TK
@@ -116,11 +116,11 @@ class Routing:
 
     def rows(self, index: Tensor) -> Routing:
         """For a forward of these tokens."""
-        return self if self.given_TLK is None else replace(self, given_TLK=self.given_TLK[index])
+        return self if self.given_TLK is None else Routing(self.given_TLK[index], self.watch)
 
     def padded(self, tokens: int) -> Routing:
         """With tokens behind the given ones."""
         if self.given_TLK is None:
             return self
         more = tokens - len(self.given_TLK)
-        return replace(self, given_TLK=F.pad(self.given_TLK, (0, 0, 0, 0, 0, more), value=UNKNOWN))
+        return Routing(F.pad(self.given_TLK, (0, 0, 0, 0, 0, more), value=UNKNOWN), self.watch)
