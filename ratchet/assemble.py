@@ -28,7 +28,7 @@ from ratchet.models.origin import Origin
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.presets import preset
 from ratchet.rewards.compose import composed
-from ratchet.roles import check_roles
+from ratchet.roles import check_roles, check_routers
 from ratchet.run import Run
 from ratchet.types import Sampling
 
@@ -134,11 +134,13 @@ def _origin(config: RunConfig, model: PolicyModel) -> Origin:
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
-    """Refuses now what a stage, be it the last, would refuse when it starts: teachers that don't fit."""
+    """Refuses now what a stage, be it the last, would refuse when it starts: teachers that don't fit, no routers."""
     for index in range(first, len(config.stages)):
         stage = config.stages[index]
         longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0  # behind a prompt, however short
-        check_roles(policy.model, policy.tokenizer, construct(stage.algorithm), longest=longest)
+        algorithm = construct(stage.algorithm)
+        check_roles(policy.model, policy.tokenizer, algorithm, longest=longest)
+        check_routers(policy.model, policy.generator, algorithm, stage.learner)
 
 
 def build_policy(config: RunConfig) -> Policy:

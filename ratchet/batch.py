@@ -15,6 +15,7 @@ from torch import Tensor
 from ratchet.errors import MissingColumn
 
 Level = Literal["token", "sequence", "group"]
+ROUTES = "routes"  # a token column, int16 [T, layers with experts, experts of a token], where the sampler recorded them
 
 
 class Weight(NamedTuple):

@@ -39,7 +39,7 @@ from ratchet.learners.config import LocalConfig
 from ratchet.links.make import Between
 from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
-from ratchet.roles import longest_row, make_roles
+from ratchet.roles import check_routers, longest_row, make_roles
 from ratchet.run import Run
 from ratchet.turns import take_turns
 from ratchet.types import Sampling, Task
@@ -148,6 +148,7 @@ def make_run(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, **a
     """The run of one stage in this process. `around`: further fields of `Run` (observers, saving, ...)."""
     first = policy.generator.version if plan.first_step is None else plan.first_step
     plan = replace(plan, sampling=policy.ends(plan.sampling))
+    check_routers(policy.model, policy.generator, algorithm, plan.learner)
     roles = make_roles(
         policy.model,
         policy.tokenizer,
@@ -324,7 +325,7 @@ def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, ma
         _stream(arena, plan),
         plan.name,
         manager,
-        sampling=plan.sampling,
+        sampling=replace(plan.sampling, routes=algorithm.replays),
         seed=seed_for(plan.seed, plan.name, "rollouts"),
         group_size=algorithm.group_size,
         greedy_baseline=algorithm.greedy_baseline,

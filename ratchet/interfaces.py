@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ratchet.batch import Batch
 
 
+OF_SEQUENCES = frozenset({"scores", "routers"})  # those of the `Outputs` with an entry for each sequence
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """What a learner computes for a term on one micro-batch, with gradient. A quantity that no term `needs` is None.
@@ -30,6 +33,7 @@ class Outputs:
     prediction *of* token t. `token_scores` [T]: the scalar head at each token itself; `scores` [S]: at each sequence's last
     one. `topk_logprobs` [T, K + 1]: log p of the K tokens in the batch's column `teacher_ids`, and of any other (no last column
     where K is the whole vocabulary); 0 where a token does not train.
+    `routers` [S, 5]: what a mixture's routers did with each sequence, see `ratchet.models.routing.Watch`.
     `sequence_sum` sums a token column within each sequence, over context-parallel ranks too.
     """
 
@@ -41,6 +45,7 @@ class Outputs:
     scores: Tensor | None = None
     token_scores: Tensor | None = None
     topk_logprobs: Tensor | None = None
+    routers: Tensor | None = None
 
     def need(self, name: str) -> Tensor:
         value = getattr(self, name)

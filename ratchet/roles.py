@@ -11,7 +11,7 @@ from ratchet.config.kinds import construct, with_kind
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, ModelError
-from ratchet.interfaces import Learner, Workers
+from ratchet.interfaces import Generator, Learner, Workers
 from ratchet.learners.aligned import AlignedTeacher
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import DTensorConfig
@@ -74,6 +74,7 @@ def make_roles(
             head=head,
             autocast=device.type == "cuda",
             **({"shared_vocab": shared} if shared < body.vocab_size else {}),
+            **({"replays": True} if algorithm.replays and name == "policy" else {}),
         )
 
     bodies = {
@@ -130,6 +131,7 @@ def _remote_roles(
             total_steps=_updates(algorithm, name, steps),
             scalar=bool(SCALARS & algorithm.needs_of(name)),
             shared_vocab=shared,
+            replays=algorithm.replays and name == "policy",
         )
     ranks.call_now("begin", specs, spec.model_dump(mode="json"))
     roles: dict[str, Learner] = {}
@@ -189,6 +191,29 @@ def check_roles(model: PolicyModel, tokenizer: Tokenizer, algorithm: Algorithm, 
             f"algorithm {algorithm.name}: top_k=null keeps {min(sizes):,} numbers for each token of a batch, one for each "
             f"of the vocabulary, and is for vocabularies of up to {WHOLE_VOCABULARY:,}: set algorithm.top_k (64, say)"
         )
+
+
+def check_routers(model: PolicyModel, generator: Generator, algorithm: Algorithm, section: Section) -> None:
+    """What an algorithm wants of routers: that there are some, a sampler that records them, and learners (`section` is theirs)
+    that see each whole. Raises ConfigError."""
+    watches = any("routers" in algorithm.needs_of(role) for role in algorithm.losses)
+    if (algorithm.replays or watches) and not model.routes:
+        why = "this one has none" if isinstance(model, DecoderPolicy) else "transformers runs this one"
+        raise ConfigError(
+            f"algorithm.router is of a mixture of experts that Ratchet's own decoder runs, and {why}: remove algorithm.router"
+        )
+    if algorithm.replays and not getattr(generator, "records_routes", False):
+        raise ConfigError(
+            f"algorithm.router.replay needs the experts that each token was sampled with, which {type(generator).__name__} "
+            "does not record: set generator.kind=engine, or router.replay=false"
+        )
+    if watches and isinstance(section, DTensorConfig):
+        for key in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+            if (value := getattr(section, key)) > 1:
+                raise ConfigError(
+                    f"learner.{key}={value} divides what the losses and measures of algorithm.router read: set "
+                    f"router.measure=false and no coefficient of it, or learner.{key}=1"
+                )
 
 
 def _check_same_tokens(name: str, path: str, own: Tokenizer, policys: Tokenizer, size: int) -> None:

@@ -88,7 +88,8 @@ class Sampling:
     min_p (each on the distribution that the temperature gives, renormalised at the end).
 
     `top_k=0`, `top_p=1` and `min_p=0` are off. `stop_ids` end a completion and belong to it; so do `stop` strings. Equal
-    (tokens, sampling, weights) give equal completions, whatever else is being generated.
+    (tokens, sampling, weights) give equal completions, whatever else is being generated. `routes`: record which experts compute
+    each token, for a mixture of experts.
     """
 
     temperature: float = 1.0
@@ -99,6 +100,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
+    routes: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -126,13 +128,17 @@ class StopReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What a generator returns, per new token: id, logprob under the temperature alone (at temperature 0: under 1), log of
-    the probability mass that the filters kept, and the version of the weights that produced it."""
+    the probability mass that the filters kept, and the version of the weights that produced it.
+
+    `routes`, where the sampling asks for them: of each token of prompt and completion, the experts that computed it in each
+    layer that has some; -1 for the last token, which nothing has computed yet."""
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     log_kept_mass: NDArray[np.float32]
     versions: NDArray[np.int32]
     stop: StopReason
+    routes: NDArray[np.int16] | None = None  # [prompt and completion, layers with experts, experts of a token]
     extras: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -211,6 +217,7 @@ class Trajectory:
     rollout_logprobs: NDArray[np.float32]  # [L], 0 where the policy did not write
     versions: NDArray[np.int32]  # [L], -1 where the policy did not write
     log_kept_mass: NDArray[np.float32] | None = None  # [L], see `Completion`; None: nothing was cut
+    routes: NDArray[np.int16] | None = None  # [L, layers with experts, experts of a token], see `Completion`
     attempt: int = 0
     use: Use = "train"
     temperature: float = 1.0
@@ -226,6 +233,7 @@ class Trajectory:
         for name in ("owner", "trainable", "rollout_logprobs", "versions"):
             column = getattr(self, name)
             assert len(column) == length, f"{name} has {len(column)} entries for {length} tokens"
+        assert self.routes is None or len(self.routes) == length, "routes are of other tokens"
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -124,6 +124,8 @@ class Algorithm:
     labelled row comes with the answer to another prompt, with use="reference". turns: which of the assistant's turns train in
     given text. temperature: of given text, whose sampling nobody knows.
 
+    replays: the policy's routers choose the experts that the sampler recorded.
+
     reads_reward: False where nothing of it depends on rewards: attempts need none then, and those that nobody judged train.
 
     exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
@@ -146,6 +148,7 @@ class Algorithm:
     temperature: float = 1.0
     turns: Literal["all", "last"] = "all"
     reads_reward: bool = True
+    replays: bool = False
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

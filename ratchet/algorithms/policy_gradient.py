@@ -15,6 +15,7 @@ from ratchet.algorithms.correction import corrected
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_penalty
 from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
+from ratchet.algorithms.losses.routers import router_terms
 from ratchet.algorithms.shaping import keep_judged
 from ratchet.algorithms.teachers import asked_of
 from ratchet.algorithms.weightings import WEIGHTINGS, fixed_length, positive_mean, valued_mean
@@ -59,6 +60,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         group_size=config.group_size,
         greedy_baseline="greedy" in config.reads,
         reads_reward=config.reads_reward,
+        replays=config.router is not None and config.router.replay,
         exempt=_exemptions(config),
     )
 
@@ -102,6 +104,8 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
     if config.positive_nll_coef > 0:
         positive = partial(positive_mean, above=config.positive_nll_above)
         terms.append(Term("positive_nll", nll, positive, coef=config.positive_nll_coef))
+    if config.router is not None and config.router.watches:
+        terms += router_terms(balance_coef=config.router.balance_coef, z_coef=config.router.z_coef)
     return tuple(terms)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratchet.batch import Batch
+from ratchet.batch import ROUTES, Batch
 from ratchet.errors import DataError
 from ratchet.types import Group, Trajectory
 
@@ -62,6 +62,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         tag_S=sequences(lambda g, t: tags.index(kept[g][0].task.tag), torch.int64),
         group_ids=tuple(group.id for group, _ in kept),
         tags=tags,
+        token_columns=_routes(trajectories),
         sequence_columns=_parts(trajectories),
     )
 
@@ -103,6 +104,15 @@ def _states(rows: Sequence[tuple[int, Trajectory]]) -> np.ndarray:
 
 def _kept_mass(trajectory: Trajectory) -> np.ndarray:
     return np.zeros(len(trajectory)) if trajectory.log_kept_mass is None else trajectory.log_kept_mass
+
+
+def _routes(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """The column of routes, where any trajectory has some; -1 in those that have none."""
+    shape = next((t.routes.shape[1:] for t in trajectories if t.routes is not None), None)
+    if shape is None:
+        return {}
+    parts = [np.full((len(t), *shape), -1, np.int16) if t.routes is None else t.routes for t in trajectories]
+    return {ROUTES: torch.from_numpy(np.concatenate(parts))}
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

@@ -83,6 +83,7 @@ class TokenRecord:
         logprobs = np.zeros(self.length, np.float32)
         versions = np.full(self.length, -1, np.int32)
         kept_mass = np.zeros(self.length, np.float32)
+        routes = self._routes()
         start = 0
         for who, tokens, completion in self.pieces:
             piece = slice(start, start + len(tokens))
@@ -98,8 +99,21 @@ class TokenRecord:
             rollout_logprobs=logprobs,
             versions=versions,
             log_kept_mass=kept_mass,
+            routes=routes,
             **fields,
         )
+
+    def _routes(self) -> np.ndarray | None:
+        """A completion has those of all tokens so far. The first to compute a token says where it went: what a turn wrote was
+        drawn from that forward, and only its last token and the environment's come from that of the next turn's prompt."""
+        given = [one.routes for _, _, one in self.pieces if one is not None and one.routes is not None]
+        if not given:
+            return None
+        routes = np.full((self.length, *given[0].shape[1:]), -1, np.int16)
+        for found in given:
+            missing = routes[: len(found), 0, 0] < 0
+            routes[: len(found)][missing] = found[missing]
+        return routes
 
 
 @dataclass

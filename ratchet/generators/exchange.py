@@ -57,6 +57,7 @@ class Answered:
     starts: Sequence[int]
     columns: tuple[NDArray[Any], ...]  # tokens, logprobs, log_kept_mass, versions
     stops: Sequence[str]
+    routes: Sequence[NDArray[np.int16] | None]
     extras: Sequence[Mapping[str, Any]]
     errors: Mapping[int, Exception]
 
@@ -69,6 +70,7 @@ class Answered:
             np.cumsum([0, *(len(one.tokens) for one in found)]).tolist(),
             tuple(np.concatenate([getattr(one, name) for one in found]) for name in columns) if found else (),
             [str(one.stop) for one in found],
+            [one.routes for one in found],
             [one.extras for one in found],
             errors,
         )
@@ -79,6 +81,6 @@ class Answered:
         tokens, logprobs, kept, versions = self.columns
         rows = [slice(*ends) for ends in pairwise(self.starts)]
         return [
-            (number, Completion(tokens[row], logprobs[row], kept[row], versions[row], StopReason(stop), extras))
-            for number, row, stop, extras in zip(self.numbers, rows, self.stops, self.extras, strict=True)
+            (number, Completion(tokens[row], logprobs[row], kept[row], versions[row], StopReason(stop), routes, extras))
+            for number, row, stop, routes, extras in zip(self.numbers, rows, self.stops, self.routes, self.extras, strict=True)
         ]

@@ -39,9 +39,10 @@ class Front:
         vocab_size: int,
         max_context: int,
         keep_kv: bool,
+        records_routes: bool = False,
     ) -> None:
         self.core, self.keep_kv = core, keep_kv
-        self.entrance = Entrance(vocab_size, max_context, tokenizer)
+        self.entrance = Entrance(vocab_size, max_context, tokenizer, records_routes)
         self._staging = Staging(weights)
         self._paused = False
         self._pump: asyncio.Task[None] | None = None
@@ -54,6 +55,11 @@ class Front:
     def max_context(self) -> int:
         """Tokens of prompt and completion together."""
         return self.entrance.max_context
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether it can say which experts computed a token."""
+        return self.entrance.records_routes
 
     @property
     def version(self) -> int:

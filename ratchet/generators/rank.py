@@ -40,6 +40,9 @@ class GeneratorRank:
     def host(self) -> str:
         return socket.gethostname()
 
+    def records_routes(self) -> bool:
+        return getattr(self.generator, "records_routes", False)
+
     # --- requests
 
     async def exchange(self, asked: Asked, cancelled: Sequence[int], wait_s: float, abort: bool = False) -> Answered:

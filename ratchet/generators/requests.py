@@ -45,10 +45,11 @@ class Request:
         logprobs: NDArray[np.float32],
         log_kept_mass: NDArray[np.float32] | None,
         stop: StopReason,
+        routes: NDArray[np.int16] | None = None,
     ) -> Completion:
         """log_kept_mass: None where no filter is on."""
         kept = np.zeros(len(tokens), dtype=np.float32) if log_kept_mass is None else log_kept_mass
-        return Completion(tokens, logprobs, kept, self._versions(len(tokens)), stop)
+        return Completion(tokens, logprobs, kept, self._versions(len(tokens)), stop, routes)
 
     def without_tokens(self, stop: StopReason) -> Completion:
         return self.complete(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), None, stop)
@@ -62,11 +63,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Entrance:
-    """What every prompt is held to. tokenizer: needed for requests with stop strings only."""
+    """What every prompt is held to. tokenizer: needed for requests with stop strings only. records_routes: see
+    `Sampling.routes`."""
 
     vocab_size: int
     max_context: int
     tokenizer: TextDecoder | None
+    records_routes: bool = False
 
     def admit(
         self,
@@ -86,6 +89,8 @@ class Entrance:
             wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
             raise DataError(f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its tokenizer?")
         check_sampling(sampling)
+        if sampling.routes and not self.records_routes:
+            raise ConfigError("sampling asks for routes, and this generator records none: only the engine does, of experts")
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("sampling.stop has strings, but the generator has no tokenizer: give it one, or use stop_ids")
         watch = StopStrings(sampling.stop, self.tokenizer) if sampling.stop and self.tokenizer is not None else None

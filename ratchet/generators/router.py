@@ -47,6 +47,7 @@ class Router:
         self.catch_up: Callable[[Receivers], Awaitable[None]] | None = None
         self.restarted: Callable[[], object] = lambda: None
         self.broken: Exception | None = None  # what ended all of it
+        self.records_routes = False
         self.hosts: set[str] = set()  # a replacement is where the one before was
         self._start: Callable[[int], Workers] | None = None
         self._numbers = itertools.count()
@@ -62,6 +63,7 @@ class Router:
         with ThreadPoolExecutor(len(self.stations)) as threads:
             for station, group in zip(self.stations, threads.map(start, range(len(self.stations))), strict=True):
                 station.group, station.current = group, True
+        self.records_routes = all(group.call_now("records_routes")[0] for group in self._groups)
         self.hosts = {str(group.call_now("host")[0]) for group in self._groups}
 
     @property

@@ -107,7 +107,7 @@ class DTensorLearner:
     """What one rank does for `Learner`. Every rank gets the same calls, in the same order, and as many micro-batches.
 
     model, head: divided by `shard_model`. device: that computes, wherever weights rest. optimizer, total_steps, autocast,
-    shared_vocab: as for `LocalLearner`.
+    shared_vocab, replays: as for `LocalLearner`.
     """
 
     def __init__(
@@ -122,18 +122,21 @@ class DTensorLearner:
         head: ScalarHead | None = None,
         autocast: bool = False,
         shared_vocab: int | None = None,
+        replays: bool = False,
     ) -> None:
         self.config, self.mesh, self.model, self.head = config, mesh, model, head
         model.checkpointing = config.activation_checkpointing
         mib = logits_mib(config.logprob_chunk_mib, device.type)
-        self.forward = RankForward(model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab, device=device)
+        self.forward = RankForward(
+            model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab, device=device, replays=replays
+        )
         self.held = held_parameters(model, head, mesh)
         self.pipeline = None
         if isinstance(model, SpreadPolicy):
             for stage in model.runs:
                 stage.autocast = autocast  # a pipeline runs them where `Forward` has no say
             if mesh.pipeline is not None:
-                self.pipeline = Pipeline(mesh, model, device, self.forward.dtype)
+                self.pipeline = Pipeline(mesh, model, device, self.forward.dtype, self.forward.routing)
         self.optimizer: AdamW | None = None
         self.pace: Pace | None = None
         if optimizer is not None:
@@ -191,9 +194,10 @@ class DTensorLearner:
         forward, pipeline, factor = self.forward, self.pipeline, self.mesh.topology.summands
         moved = [micro.to(forward.device, forward.dtype) for micro in micros]
         found: list[Mapping[str, Tensor]] = []
+        watches = [forward.watch(terms) for _ in moved]
 
         def loss(number: int, hidden_Td: Tensor) -> Tensor:
-            total, numbers = forward.losses(moved[number], hidden_Td, terms)
+            total, numbers = forward.losses(moved[number], hidden_Td, terms, watches[number])
             found.append(numbers)
             return total * factor
 
@@ -201,7 +205,7 @@ class DTensorLearner:
             pipeline.learn(moved, loss)
         else:
             for number, micro in enumerate(moved):
-                loss(number, forward.hidden(micro)).backward()
+                loss(number, forward.hidden(micro, watches[number])).backward()
         return found
 
     def _sums(self, found: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

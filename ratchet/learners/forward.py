@@ -8,22 +8,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ratchet.batch import Batch
+from ratchet.batch import ROUTES, Batch
 from ratchet.interfaces import LossTerm, Outputs
 from ratchet.learners.columns import SCALARS, Head, Wanted, sequence_scores, state_values, token_columns
 from ratchet.models.heads import ScalarHead
 from ratchet.models.policy import PolicyModel
+from ratchet.models.routing import Routing, Watch
 
 PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
 CHUNK_MIB, CHUNK_MIB_GPU = 16, 256  # "auto": a CPU's cache is small, an accelerator wants large products
 
 
 class Forward:
-    """chunk_mib: logits that exist at a time. device: None: where the weights are. autocast, shared_vocab: see
+    """chunk_mib: logits that exist at a time. device: None: where the weights are. autocast, shared_vocab, replays: see
     `LocalLearner`."""
 
     def __init__(
@@ -35,8 +37,9 @@ class Forward:
         autocast: bool,
         shared_vocab: int | None,
         device: torch.device | None = None,
+        replays: bool = False,
     ) -> None:
-        self.model, self.head = model, head
+        self.model, self.head, self.replays = model, head, replays
         self.chunk_mib, self.autocast, self.shared_vocab = chunk_mib, autocast, shared_vocab
         first = next(model.parameters())
         self.device = device or first.device
@@ -63,17 +66,26 @@ class Forward:
 
     def learn(self, micro: Batch, terms: Sequence[LossTerm]) -> Mapping[str, Tensor]:
         """Adds the gradient of the terms to `.grad`. Their losses and metrics, and "loss", the sum that was differentiated."""
-        micro = micro.to(self.device, self.dtype)
-        total, found = self.losses(micro, self.hidden(micro), terms)
+        micro, watch = micro.to(self.device, self.dtype), self.watch(terms)
+        total, found = self.losses(micro, self.hidden(micro, watch), terms, watch)
         total.backward()
         return found
 
-    def losses(self, micro: Batch, hidden_Td: Tensor, terms: Sequence[LossTerm]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(what to differentiate, numbers as `learn` gives them). micro: on the device, in the dtype of losses."""
+    def watch(self, terms: Sequence[LossTerm]) -> Watch | None:
+        """What the routers of a forward are watched by, where a term reads what they do."""
+        return Watch() if any("routers" in term.needs for term in terms) else None
+
+    def losses(
+        self, micro: Batch, hidden_Td: Tensor, terms: Sequence[LossTerm], watch: Watch | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(what to differentiate, numbers as `learn` gives them). micro: on the device, in the dtype of losses. watch: of the
+        forward that made the hidden states."""
         needs = frozenset[str]().union(*(term.needs for term in terms))
         # A term of coefficient 0 is only measured: what nothing else needs gets no gradient.
         learned = frozenset[str]().union(*(term.needs for term in terms if micro.weights[term.name].coef))
         out = self.outputs(micro, hidden_Td, needs, measured=needs - learned)
+        if watch is not None:
+            out = replace(out, routers=watch.columns(micro.sequence_T, micro.n_sequences))
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         found: dict[str, Tensor] = {}
         for term in terms:
@@ -103,11 +115,16 @@ class Forward:
             micro = micro.to(self.device, self.dtype)
             return self.columns(micro, self.hidden(micro) if hidden_Td is None else hidden_Td, wanted, asked)
 
-    def hidden(self, micro: Batch) -> Tensor:
+    def hidden(self, micro: Batch, watch: Watch | None = None) -> Tensor:
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
         with self._precision():
-            return self.model(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist())
+            return self.model(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro, watch))
+
+    def routing(self, micro: Batch, watch: Watch | None = None) -> Routing | None:
+        """What the forward of a micro-batch has to do with routers."""
+        given_TLK = micro.need(ROUTES) if self.replays and micro.has(ROUTES) else None
+        return None if given_TLK is None and watch is None else Routing(given_TLK, watch)
 
     def columns(self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
         """At `predicted_T`."""

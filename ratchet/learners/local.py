@@ -36,7 +36,8 @@ class LocalLearner:
     model: holds float32 (master) weights; on an accelerator the forward runs under bfloat16 autocast when `autocast`.
     optimizer: None makes a frozen role (a reference), which can only score. total_steps: optimizer steps of the schedule.
     head: the scalar head that "values" and "scores" read. unit: what a micro-batch never splits. shared_vocab: how many tokens,
-    the first ones, it has in common with models that it is compared with token by token ("topk_logprobs"); None: all.
+    the first ones, it has in common with models that it is compared with token by token ("topk_logprobs"); None: all. replays:
+    whether the sampler's routes are its own, where a batch has them: for the model that sampled.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class LocalLearner:
         head: ScalarHead | None = None,
         autocast: bool = False,
         shared_vocab: int | None = None,
+        replays: bool = False,
     ) -> None:
         self.model, self.config, self.head = model, config, head
         self.unit: Level = unit
         model.checkpointing = config.activation_checkpointing
         device = next(model.parameters()).device.type
         chunk_mib = logits_mib(config.logprob_chunk_mib, device)
-        own = Forward(model, head, chunk_mib=chunk_mib, autocast=autocast, shared_vocab=shared_vocab)
+        own = Forward(model, head, chunk_mib=chunk_mib, autocast=autocast, shared_vocab=shared_vocab, replays=replays)
         self.device, self.dtype = own.device, own.dtype
         # "auto" is a number in a run, which has measured it; an accelerator does one thing at a time.
         self.crew = Crew(1 if config.workers == "auto" or device != "cpu" else config.workers)

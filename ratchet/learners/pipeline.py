@@ -21,18 +21,20 @@ from ratchet.batch import Batch
 from ratchet.learners.mesh import Mesh
 from ratchet.models.decoder import Attend
 from ratchet.models.policy import Feed
+from ratchet.models.routing import Routing
 from ratchet.models.spread import SpreadPolicy
 
+Router = Callable[[Batch], Routing | None]  # of a micro-batch's forward
 Loss = Callable[[int, Tensor], Tensor]  # (micro-batch, its hidden states [T, d]) -> what to differentiate
 
 
 class Pipeline:
     """device: that computes. dtype: of the hidden states."""
 
-    def __init__(self, mesh: Mesh, model: SpreadPolicy, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, mesh: Mesh, model: SpreadPolicy, device: torch.device, dtype: torch.dtype, routing: Router) -> None:
         assert mesh.pipeline is not None, "a pipeline of one rank"
         self.group, self.mesh, self.model = mesh.pipeline, mesh, model
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.routing = device, dtype, routing
 
     @property
     def last(self) -> bool:
@@ -60,7 +62,10 @@ class Pipeline:
         return [self._real(feeds, hidden, number) for number, hidden in zip(numbers_M, out.chunk(len(feeds)), strict=True)]
 
     def _feeds(self, micros: Sequence[Batch]) -> list[Feed]:
-        return [self.model.feed(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist()) for micro in micros]
+        return [
+            self.model.feed(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro))
+            for micro in micros
+        ]
 
     def _real(self, feeds: Sequence[Feed], hidden_Td: Tensor, number: Tensor) -> Tensor:
         feed = feeds[int(number)]
@@ -115,4 +120,6 @@ def _padded(feed: Feed, tokens: int) -> Feed:
         return feed
     more = (0, tokens - own)
     attend = Padded(feed.attend, own)
-    return replace(feed, tokens_U=F.pad(feed.tokens_U, more), positions_U=F.pad(feed.positions_U, more), attend=attend)
+    tokens_U, positions_U = F.pad(feed.tokens_U, more), F.pad(feed.positions_U, more)
+    routing = None if feed.routing is None else feed.routing.padded(tokens)
+    return replace(feed, tokens_U=tokens_U, positions_U=positions_U, attend=attend, routing=routing)

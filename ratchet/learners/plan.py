@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ratchet.batch import Batch, Level
+from ratchet.batch import ROUTES, Batch, Level
 from ratchet.interfaces import LossTerm
-from ratchet.models.prefixes import Index, shared_beginning
+from ratchet.models.prefixes import Index, path_keys, shared_beginning
 
 MOST_TOKENS, MOST_TOKENS_GPU = 2304, 16384  # "auto": larger ones gain nothing on a CPU, and take more memory
 WORTH = 0.1  # rows of a group stay together where that saves at least this part of their tokens
@@ -62,7 +62,8 @@ def plan_microbatches(
         units = rows_G if unit == "group" else [[row] for row in range(len(lengths))]
         families = [_family(rows, lengths, 0) for rows in units]
     else:
-        tokens = np.split(batch.tokens_T.cpu().numpy(), np.cumsum(lengths)[:-1]) if lengths else []
+        keys = path_keys(batch.tokens_T, batch.token_columns.get(ROUTES))
+        tokens = np.split(keys, np.cumsum(lengths)[:-1]) if lengths else []
         for rows in rows_G:
             families += _families(rows, lengths, tokens, whole=unit == "group", max_tokens=max_tokens)
     families.sort(key=lambda family: family.longest)

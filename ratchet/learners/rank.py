@@ -133,6 +133,7 @@ class LearnerRank:
             head=head,
             autocast=self.autocast,
             shared_vocab=spec.shared_vocab,
+            replays=spec.replays,
         )
 
     def _copy(self) -> PolicyModel:

@@ -19,3 +19,4 @@ class RoleSpec:
     total_steps: int = 1
     scalar: bool = False
     shared_vocab: int | None = None
+    replays: bool = False

@@ -22,6 +22,7 @@ from ratchet.models.by_plan import REMEDY, Plan, divide
 from ratchet.models.collectives import Group, summed
 from ratchet.models.hf import Savable, remove_stale_weights
 from ratchet.models.policy import UNLIMITED, PolicyModel
+from ratchet.models.routing import Routing
 
 PROBE_LENGTHS = (5, 1, 7, 3)
 PROBE_ROUNDING = 100  # sums in another order, and gradients that all but cancel out; what is wrong moves them far more
@@ -156,7 +157,8 @@ class TransformersPolicy(PolicyModel):
 
     # --- the forward
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
+        assert routing is None, "the routers of a transformers model are its own"
         assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         if self.packs:
             return self._run(tokens_T, positions_T)

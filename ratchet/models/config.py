@@ -139,6 +139,10 @@ class DecoderConfig:
     def is_sparse(self, layer: int) -> bool:
         return self.n_experts > 0 and layer not in self.dense_layers
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.n_layers) if self.is_sparse(layer))
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
         """From the content of `config.json`, and of `generation_config.json`, whose end-of-sequence ids come first.

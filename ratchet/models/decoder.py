@@ -20,6 +20,7 @@ from ratchet.models.moe import SparseMLP
 from ratchet.models.ops import rms_norm, rotate, swiglu
 from ratchet.models.parts import UNDIVIDED, WHOLE, Part, Seams
 from ratchet.models.rope import RotaryTable
+from ratchet.models.routing import Route
 
 
 class Attend(Protocol):
@@ -80,8 +81,8 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x_Td: Tensor, row_multiple: int = 1) -> Tensor:
-        """row_multiple: the caller has padded all rows to it, and here they stay together."""
+    def forward(self, x_Td: Tensor, row_multiple: int = 1, route: Route | None = None) -> Tensor:
+        """row_multiple: the caller has padded all rows to it, and here they stay together. route: there are no experts."""
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
 
@@ -91,13 +92,22 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SparseMLP(config, held) if config.is_sparse(layer) else GatedMLP(config)
+        sparse = config.is_sparse(layer)
+        self.mlp = SparseMLP(config, config.sparse_layers.index(layer), held) if sparse else GatedMLP(config)
         self.seams: Seams = UNDIVIDED
 
-    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend, row_multiple: int = 1) -> Tensor:
+    def forward(
+        self,
+        x_Td: Tensor,
+        cos_T1D: Tensor,
+        sin_T1C: Tensor,
+        attend: Attend,
+        row_multiple: int = 1,
+        route: Route | None = None,
+    ) -> Tensor:
         enter, leave = self.seams.enter, self.seams.leave
         x_Td = x_Td + leave(self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend))
-        return x_Td + leave(self.mlp(enter(self.post_attention_layernorm(x_Td)), row_multiple))
+        return x_Td + leave(self.mlp(enter(self.post_attention_layernorm(x_Td)), row_multiple, route))
 
 
 class Decoder(nn.Module):
@@ -140,18 +150,26 @@ class Decoder(nn.Module):
                 module.seams = seams
 
     def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, x_Td: Tensor | None = None, *, row_multiple: int = 1
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        x_Td: Tensor | None = None,
+        *,
+        row_multiple: int = 1,
+        route: Route | None = None,
     ) -> Tensor:
         """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token. Of a part of the
         layers: what they make of x_Td, which comes from the part before; None in the first.
 
         row_multiple: who pads T to a multiple for the sake of stable products names it here, for products with fewer rows.
+        route: is asked which experts compute each token; None: those that the routers choose.
         """
         self.seams.begin(len(tokens_T))
         x_Td = self.embed(tokens_T) if x_Td is None else x_Td
         cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
         for block in self.layers.values():
-            inputs = (x_Td, cos_T1D, sin_T1C, attend, row_multiple)
+            inputs = (x_Td, cos_T1D, sin_T1C, attend, row_multiple, route)
             again = self.checkpointing and torch.is_grad_enabled()
             x_Td = cast(Tensor, checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs))
         return x_Td if self.norm is None else self.seams.finish(self.norm(x_Td))

@@ -7,6 +7,7 @@ F = size of an expert's gated layer, O = outputs of a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ratchet.models.config import DecoderConfig
 from ratchet.models.ops import swiglu
+from ratchet.models.routing import Route
 
 Compute = Callable[[Tensor, Tensor], Tensor]  # (rows [N, d] sorted by expert, rows of each expert [E]) -> [N, d]
 Exchange = Callable[[Compute, Tensor, Tensor], Tensor]  # what computes them, and its arguments: the same result
@@ -27,11 +29,16 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.hidden_size))
         self.experts_per_token, self.renormalise = config.experts_per_token, config.renormalise
 
-    def forward(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights [T, K], differentiable; experts [T, K], int64), the largest weight first."""
+    def forward(self, x_Td: Tensor, route: Callable[[Tensor, Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """(weights [T, K], differentiable; experts [T, K], int64), the largest weight first. route: has the last word on the
+        experts, see `Route`; whoever chose them, their weights come from these logits, and so does the router's gradient."""
         logits_TE = F.linear(x_Td, self.weight)
-        shares_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
-        weights_TK, experts_TK = shares_TE.topk(self.experts_per_token)
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        shares_TE = logits_TE.softmax(-1)
+        experts_TK = shares_TE.topk(self.experts_per_token).indices
+        if route is not None:
+            experts_TK = route(logits_TE, experts_TK)
+        weights_TK = shares_TE.gather(1, experts_TK)
         if self.renormalise:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return weights_TK, experts_TK
@@ -52,19 +59,21 @@ class Experts(nn.Module):
 
 class SparseMLP(nn.Module):
     """exchange: how rows reach the experts. Here they stay; where ranks hold a part of the experts each, it sends every row to
-    the rank of its expert, lets it compute, and brings the result back. held: experts that are here."""
+    the rank of its expert, lets it compute, and brings the result back. place: among the layers with experts. held: experts
+    that are here."""
 
-    def __init__(self, config: DecoderConfig, held: int) -> None:
+    def __init__(self, config: DecoderConfig, place: int, held: int) -> None:
         super().__init__()
+        self.place = place
         self.gate = Router(config)
         self.experts = Experts(held, config.hidden_size, config.expert_intermediate_size)
         self.n_experts = config.n_experts
         self.exchange: Exchange = in_place
 
-    def forward(self, x_Td: Tensor, row_multiple: int = 1) -> Tensor:
+    def forward(self, x_Td: Tensor, row_multiple: int = 1, route: Route | None = None) -> Tensor:
         """row_multiple: each expert's rows are padded to a multiple of it, so that a token's result doesn't depend on how many
         others went to the same expert (see `generators.engine.rows`)."""
-        weights_TK, experts_TK = self.gate(x_Td)
+        weights_TK, experts_TK = self.gate(x_Td, None if route is None else partial(route, self.place))
         tokens_N, places_TK, counts_E = arrange(experts_TK, self.n_experts, row_multiple)
         y_Nd = self.exchange(self.experts, x_Td.index_select(0, tokens_N), counts_E)
         # Gathered and summed, not added to an output of zeros: on CUDA that would add in any order.

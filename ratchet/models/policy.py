@@ -18,7 +18,8 @@ from ratchet.models.by_plan import Divided
 from ratchet.models.decoder import Attend, Decoder
 from ratchet.models.hf import Savable, canonical_weights, save_decoder
 from ratchet.models.layout import pieces
-from ratchet.models.prefixes import PrefixTree
+from ratchet.models.prefixes import PrefixTree, path_keys
+from ratchet.models.routing import Routing
 from ratchet.models.tensor_parallel import DividedVocabulary
 
 UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
@@ -60,6 +61,11 @@ class PolicyModel(nn.Module, ABC):
         return False
 
     @property
+    def routes(self) -> bool:
+        """Whether it has routers that `hidden` can replay and watch."""
+        return False
+
+    @property
     def vocabulary(self) -> DividedVocabulary | None:
         """Over which ranks the logits of each prediction are divided; None: all are here."""
         return None if self.divided is None else self.divided.vocabulary
@@ -74,15 +80,16 @@ class PolicyModel(nn.Module, ABC):
     def checkpointing(self, on: bool) -> None: ...
 
     @abstractmethod
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
         """Final hidden states [T, d], each a function of its own sequence alone.
 
-        lengths: tokens of each sequence, each at least 1; they sum to T. positions_T restarts at 0 in each.
+        lengths: tokens of each sequence, each at least 1; they sum to T. positions_T restarts at 0 in each. routing: of the T
+        tokens, for a model that `routes`.
         """
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
         """As `hidden`, by a call that hooks of torch see: FSDP fetches weights before it."""
-        return self.hidden(tokens_T, positions_T, lengths)
+        return self.hidden(tokens_T, positions_T, lengths, routing)
 
     @abstractmethod
     def logits(self, hidden_nd: Tensor) -> Tensor:
@@ -108,6 +115,7 @@ class Feed:
     positions_U: Tensor
     attend: Attend
     back_T: Tensor | None = None
+    routing: Routing | None = None
 
     def unfold(self, hidden_Ud: Tensor) -> Tensor:
         """[T, d]"""
@@ -150,6 +158,10 @@ class DecoderPolicy(PolicyModel):
         return True
 
     @property
+    def routes(self) -> bool:
+        return bool(self.decoder.config.sparse_layers)
+
+    @property
     def checkpointing(self) -> bool:
         return self.decoder.checkpointing
 
@@ -157,23 +169,26 @@ class DecoderPolicy(PolicyModel):
     def checkpointing(self, on: bool) -> None:
         self.decoder.checkpointing = on
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
-        feed = self.feed(tokens_T, positions_T, lengths)
-        return feed.unfold(self.decoder(feed.tokens_U, feed.positions_U, feed.attend))
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
+        feed = self.feed(tokens_T, positions_T, lengths, routing)
+        return feed.unfold(self.decoder(feed.tokens_U, feed.positions_U, feed.attend, route=feed.routing))
 
-    def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Feed:
+    def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Feed:
         assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        if routing is not None:
+            routing.check(self.decoder.config)
         if len(lengths) > 1 and self.shares_prefixes:
-            tree = PrefixTree.of(tokens_T.cpu().numpy(), lengths)
+            given_TLK = None if routing is None else routing.given_TLK
+            tree = PrefixTree.of(path_keys(tokens_T, given_TLK), lengths)
             if len(tree.tokens_U) <= WORTH * len(tokens_T):
-                return _shared(tokens_T, positions_T, tree)
+                return _shared(tokens_T, positions_T, tree, routing)
         ascending = sorted(lengths)
         attend = PackedAttention(ascending, tokens_T.device)
         if ascending == list(lengths):
-            return Feed(tokens_T, positions_T, attend)
+            return Feed(tokens_T, positions_T, attend, routing=routing)
         # Sequences of like length share an attention call if they are neighbours: reorder once, not in every layer.
         order_T, inverse_T = (index.to(tokens_T.device) for index in _by_length(lengths))
-        return Feed(tokens_T[order_T], positions_T[order_T], attend, inverse_T)
+        return _reordered(tokens_T, positions_T, attend, order_T, inverse_T, routing)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         weight_Vd = self.decoder.head_weight
@@ -188,9 +203,20 @@ class DecoderPolicy(PolicyModel):
         save_decoder(self.decoder, directory, weights=weights)
 
 
-def _shared(tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree) -> Feed:
+def _shared(tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None) -> Feed:
     tokens_U, distinct_T = (torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T))
-    return Feed(tokens_T[tokens_U], positions_T[tokens_U], TreeAttention(tree, tokens_T.device), distinct_T)
+    return _reordered(tokens_T, positions_T, TreeAttention(tree, tokens_T.device), tokens_U, distinct_T, routing)
+
+
+def _reordered(
+    tokens_T: Tensor, positions_T: Tensor, attend: Attend, order_U: Tensor, back_T: Tensor, routing: Routing | None
+) -> Feed:
+    """Of tokens order_U."""
+    if routing is not None:
+        routing = routing.rows(order_U)
+        if routing.watch is not None:
+            routing.watch.back_T = back_T
+    return Feed(tokens_T[order_U], positions_T[order_U], attend, back_T, routing)
 
 
 def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

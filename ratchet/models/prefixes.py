@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 Index = NDArray[np.int64]
 
@@ -73,6 +74,20 @@ class PrefixTree:
         """The distinct tokens that come before a segment, in order."""
         start = int(self.starts_S[segment.row])
         return self.distinct_T[start : start + segment.begin]
+
+
+def path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
+    """[T]: equal where two tokens are one computation, given equal pasts: for equal tokens and, where their experts are given,
+    equal routes. Those are hashed: of different ones 2^-48 or less have one key."""
+    tokens = tokens_T.cpu().numpy()
+    if routes_TLK is None:
+        return tokens
+    routes = routes_TLK.flatten(1).cpu().numpy().astype(np.uint64)
+    factors = np.random.default_rng(0).integers(0, 2**64, routes.shape[1] + 1, dtype=np.uint64) | np.uint64(1)
+    hashed = tokens.astype(np.uint64) * factors[-1]
+    for column, factor in zip(routes.T, factors, strict=False):
+        hashed += column * factor
+    return hashed.view(np.int64)
 
 
 def shared_beginning(rows: Sequence[Index]) -> int:

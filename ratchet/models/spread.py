@@ -18,6 +18,7 @@ from ratchet.models.hf import empty_decoder
 from ratchet.models.moe import SparseMLP
 from ratchet.models.parts import Part, Share
 from ratchet.models.policy import DecoderPolicy, Feed
+from ratchet.models.routing import Routing
 from ratchet.models.tensor_parallel import DividedVocabulary, TensorSeams
 
 
@@ -56,7 +57,7 @@ class Stage(nn.Module):
             feed = self.feeds[int(number)]
         before = None if self.decoder.part.first else x
         with torch.autocast(feed.tokens_U.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.decoder(feed.tokens_U, feed.positions_U, feed.attend, before)
+            return self.decoder(feed.tokens_U, feed.positions_U, feed.attend, before, route=feed.routing)
 
 
 class SpreadPolicy(DecoderPolicy):
@@ -104,16 +105,20 @@ class SpreadPolicy(DecoderPolicy):
         group = self.spread.context
         return None if group is None else _division(tuple(lengths), Share(group.rank(), group.size()))
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
-        feed = self.feed(tokens_T, positions_T, lengths)
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
+        feed = self.feed(tokens_T, positions_T, lengths, routing)
         return feed.unfold(self.stages[0](None, feed=feed))
 
-    def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Feed:
+    def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Feed:
         division, group = self.division(lengths), self.spread.context
         if division is None or group is None:
-            return super().feed(tokens_T, positions_T, lengths)
+            return super().feed(tokens_T, positions_T, lengths, routing)
         own = torch.from_numpy(division.tokens).to(tokens_T.device)
-        return Feed(tokens_T[own], positions_T[own], ContextAttention(division, group, tokens_T.device))
+        if routing is not None:
+            routing.check(self.decoder.config)
+            routing = routing.rows(own)
+        attend = ContextAttention(division, group, tokens_T.device)
+        return Feed(tokens_T[own], positions_T[own], attend, routing=routing)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Of this rank's tokens of the vocabulary."""

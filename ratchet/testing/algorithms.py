@@ -20,6 +20,7 @@ from ratchet.algorithms.base import Algorithm, Term
 from ratchet.algorithms.properties import PROPERTIES, applies
 from ratchet.batch import Batch
 from ratchet.errors import RatchetError
+from ratchet.interfaces import OF_SEQUENCES
 from ratchet.learners.plan import weighing_rows
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import Draw
@@ -238,7 +239,7 @@ def _check_isolated(term: Term, update: Update, other: Update, role: str, row: i
     _hold(_close(x, moved_x), f"term '{term.name}' gives a row another value when other rows' tokens change")
     places = {"tokens": tokens_of(update.batch, [row]), "rows": torch.tensor([row])}
     for name, slope in slopes.items():
-        own = places["rows" if name == "scores" else "tokens"]
+        own = places["rows" if name in OF_SEQUENCES else "tokens"]
         leaks = slope.index_fill(0, own, 0.0).any()
         _hold(not leaks, f"term '{term.name}' gives a row's value a slope by the {name} of other rows")
         same_slope = _close(slope[own], moved_slopes[name][own])

@@ -18,6 +18,7 @@ from torch import Tensor
 from ratchet.algorithms.base import Algorithm
 from ratchet.batch import Batch
 from ratchet.learners.columns import Head, Wanted, sequence_scores, state_values, token_columns
+from ratchet.models.routing import Seen, Watch
 from ratchet.types import (
     Cancelled,
     Failed,
@@ -74,6 +75,12 @@ class TinyRole:
             columns |= token_columns(head, hidden_Td, batch, mask_T, wanted)
         scalars_T = hidden_Td @ self.scalar_d
         columns |= {"values": state_values(scalars_T, mask_T), "scores": sequence_scores(scalars_T, batch)}
+        if "routers" in names:  # of a layer that has an expert for each token of the vocabulary
+            logits_TV = self._logits(hidden_Td)
+            chosen_T2 = logits_TV.topk(2).indices
+            watch = Watch()
+            watch.layers[0] = Seen(logits_TV, chosen_T2, chosen_T2)
+            columns["routers"] = watch.columns(batch.sequence_T, batch.n_sequences)
         return {**columns, "token_scores": scalars_T}
 
     def _logits(self, hidden_nd: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.passes import fill
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
-from ratchet.interfaces import Learner, Outputs
+from ratchet.interfaces import OF_SEQUENCES, Learner, Outputs
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import VOCAB, TinyRole
 from ratchet.types import Group
@@ -208,8 +208,7 @@ def _near(a: float, b: float) -> bool:
 
 
 def _place(name: str, places: Mapping[str, Tensor]) -> Tensor:
-    """scores have an entry for each row, the other outputs one for each token."""
-    return places["rows" if name == "scores" else "tokens"]
+    return places["rows" if name in OF_SEQUENCES else "tokens"]
 
 
 def _leaves(update: Update, role: str, places: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,10 +28,11 @@ from ratchet.types import Group, Message, Outcome, Owner, Scored, Task, Trajecto
 
 TOKENIZER = character_tokenizer("0123456789=")
 TEACHERS: dict[str, str] = {}
+EXPERTS = {"family": "qwen3_moe", "n_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 12}
 
 
-def model(seed: int = 0) -> DecoderPolicy:
-    config = DecoderConfig(TOKENIZER.vocab_size, 8, 1, 2, 1, 4, 12, init_std=0.4)
+def model(seed: int = 0, **fields: Any) -> DecoderPolicy:
+    config = DecoderConfig(TOKENIZER.vocab_size, 8, 1, 2, 1, 4, 12, init_std=0.4, **fields)
     return DecoderPolicy(Decoder(config).init_weights(seed).double())
 
 
@@ -105,14 +106,27 @@ def rows(rng: np.random.Generator, algorithm: Algorithm) -> Iterator[tuple[Traje
 DATA = {"rollouts": rollouts, "pairs": pairs, "labelled": labelled, "rows": rows, "steps": rows}
 
 
+def with_routes(row: Trajectory) -> Trajectory:
+    """To the last two of the experts, whatever the router says."""
+    return replace(row, routes=np.tile(np.array([2, 3], dtype=np.int16), (len(row), 1, 1)))
+
+
 def fingerprint(algorithm: Algorithm) -> dict[str, Any]:
     """Two steps on the same data: everything that the learners measured, and what is asked of the source."""
     rng = np.random.default_rng(0)
     made = list(DATA[algorithm.source](rng, algorithm))
     task = Task("t", (Message("user", "?"),))
     groups = [Group(f"g{i}", replace(task, tag="even" if i % 2 == 0 else "odd"), one) for i, one in enumerate(made)]
+    routed = algorithm.replays or "routers" in algorithm.needs_of("policy")
+    if routed:
+        groups = [replace(group, trajectories=tuple(map(with_routes, group.trajectories))) for group in groups]
     roles = make_roles(
-        model(), TOKENIZER, algorithm, section=LocalConfig(), optimizer=OptimizerConfig(lr=0.02, eps=1e-3), steps=2
+        model(**(EXPERTS if routed else {})),
+        TOKENIZER,
+        algorithm,
+        section=LocalConfig(),
+        optimizer=OptimizerConfig(lr=0.02, eps=1e-3),
+        steps=2,
     )
     state, updates = AlgoState(), []
     for _ in range(2):
@@ -205,7 +219,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, loss("sapo"), "loss.tau_pos", 1.0, 2.0),
     (PG, loss("sapo"), "loss.tau_neg", 1.0, 2.0),
     (PG, loss("kimi"), "loss.tau", 0.1, 1.0),
-    # correction, KL, critic
+    # correction, KL, routers, critic
     (PG, {}, "correction.weight", "token", "turn"),
     (PG, {}, "correction.weight", "sequence", "geometric"),
     (PG, {}, "correction.weight_low", 0.0, 0.9),
@@ -220,6 +234,10 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {**KL, **adv("rloo"), "minibatches": 2}, "kl.place", "loss", "reward"),
     (PG, {**KL, **AGAIN}, "kl.target", None, 1e-4),
     (PG, {"kl": {"coef": 0.1, "target": 1e-4}, **AGAIN}, "kl.rate", 0.1, 1.0),
+    (PG, {}, "router.replay", False, True),
+    (PG, {}, "router.balance_coef", 0.0, 0.1),
+    (PG, {}, "router.z_coef", 0.0, 0.1),
+    (PG, {"router": {"replay": True}}, "router.measure", True, False),
     ("ppo", {}, "critic.lr", None, 0.5),
     ("ppo", {}, "critic.warmup_steps", 0, 1),
     ("ppo", PPO_, "critic.value_clip", 0.01, None),
@@ -330,7 +348,7 @@ def turned(model: type[Section], options: Any, key: str) -> tuple[type[Section],
 
 
 # `weight` of a mixture's part is turned through `parts`; sections are turned through their keys.
-THROUGH_OTHERS = {"weight", "correction", "kl", "critic"}
+THROUGH_OTHERS = {"weight", "correction", "kl", "router", "critic"}
 
 
 def test_every_key_is_turned_by_a_case():

@@ -1,5 +1,7 @@
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ratchet.experience.episode import Player
@@ -162,3 +164,32 @@ def test_a_forked_prompt_beyond_the_context_leaves_no_empty_trajectory():
     assert [t.tokens.tolist() for t in rows] == [[1, 2, 1, EOS]]
     assert rows[0].outcome == Truncated()
     assert rows[0].metrics["forks"] == 0
+
+
+def test_a_tokens_route_is_that_of_the_first_forward_that_computed_it():
+    """What a turn wrote was drawn from its own forward; its last token and the environment's, from that of the next prompt."""
+
+    class Routed(FakeGenerator):
+        """Every token of turn n goes to expert n, but the last, which nothing has computed."""
+
+        turn = -1
+
+        async def generate(self, tokens, sampling):
+            completion = await super().generate(tokens, sampling)
+            self.turn += 1
+            routes = np.full((len(tokens) + len(completion.tokens), 2, 1), self.turn, np.int16)
+            routes[-1] = -1
+            return replace(completion, routes=routes)
+
+    class Again(FakeEnvironment):
+        said = 0
+
+        async def step(self, message):
+            self.said += 1
+            return Step(messages=(Message("user", "7"),), done=self.said == 2)
+
+    trajectory = play(Routed(lambda tokens, sampling: [2, EOS]), Again())
+    assert trajectory.tokens.tolist() == [1, 2, 2, EOS, 50, 7, 50, 2, EOS]
+    assert trajectory.routes.dtype == np.int16
+    assert trajectory.routes[:, :, 0].tolist() == [[n, n] for n in (0, 0, 0, 1, 1, 1, 1, 1, -1)]
+    assert play(FakeGenerator(lambda tokens, sampling: [2, EOS]), FakeEnvironment()).routes is None

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import numpy as np
 import pytest
 from generators.workers_play import PROMPTS, Holder, columns, config, drawn, engine, requests, router_here
 from pydantic import ValidationError
@@ -11,12 +12,13 @@ from ratchet.config.kinds import resolve
 from ratchet.errors import DataError, LinkError, WorkerDied, WorkerRaised
 from ratchet.generation import SteadyLink
 from ratchet.generators.config import EngineConfig
+from ratchet.generators.exchange import Answered
 from ratchet.generators.router import TOGETHER, Router
 from ratchet.interfaces import Generator, Placeable, ShowsWeights
 from ratchet.links.ends import OneRank, Outlet
 from ratchet.links.shared_memory import SharedMemoryLink
 from ratchet.testing.conformance import check_generator
-from ratchet.types import Sampling, StopReason
+from ratchet.types import Completion, Sampling, StopReason
 
 LONG = Sampling(max_new_tokens=150, seed=1)
 
@@ -312,3 +314,12 @@ def test_the_section():
 def test_nonsense_is_refused(keys, said):
     with pytest.raises(ValidationError, match=said):
         resolve("generator", {"kind": "workers", **keys})
+
+
+def test_routes_travel_with_their_completions():
+    routes = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    none = np.zeros(2, dtype=np.float32)
+    made = [Completion(np.arange(2), none, none, np.ones(2, np.int32), StopReason.LENGTH, own) for own in (routes, None)]
+    found = dict(Answered.of(dict(enumerate(made)), {}).each())
+    assert np.array_equal(found[0].routes, routes)
+    assert found[1].routes is None

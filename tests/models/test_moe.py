@@ -9,7 +9,7 @@ from ratchet.models.presets import preset
 
 
 def layer(dtype=torch.float64, **overrides):
-    made = SparseMLP(preset("tiny-moe", 50, hidden_size=16, expert_intermediate_size=24, **overrides), 4).to(dtype)
+    made = SparseMLP(preset("tiny-moe", 50, hidden_size=16, expert_intermediate_size=24, **overrides), 0, 4).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():

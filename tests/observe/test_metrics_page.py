@@ -39,6 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"critic": {"value_clip": 0.1}, "kl": {"coef": 0.1, "place": "reward"}}),
     ("grpo", {"kl": {"coef": 0.1}, "entropy_coef": 0.1, "positive_nll_coef": 0.1}),
+    ("grpo", {"router": {"z_coef": 0.1}}),
     ("on_policy_distillation", {**TEACHER, "teacher_tokens": "aligned"}),
 ]
 SORTING = {"kind": "sorting", "digits": 3}

@@ -80,6 +80,7 @@ VARIANTS = {
     "weighed parts": ("grpo", {"shaping": [{"kind": "component_weights", "weights": {"right": 1.0, "short": 0.3}}]}),
     "parts normalised apart": ("gdpo", {"advantage": {"weights": {"right": 1.0, "short": 0.3}}}),
     "likelihood of good answers": ("grpo", {"positive_nll_coef": 0.1, "positive_nll_above": 0.5}),
+    "losses of routers": ("grpo", {"router": {"balance_coef": 0.1, "z_coef": 0.1}, "minibatches": 2}),
     "last turn": ("sft", {"train": "last", "weighting": "sequence_mean"}),
     "mean ratios and likelihood": ("dpo", {"normalize": "mean", "sft_coef": 0.2, "label_smoothing": 0.1, "minibatches": 2}),
     "likeliest tokens": ("distill_off_policy", {"top_k": 3, "objective": "js", "temperature": 2.0}),

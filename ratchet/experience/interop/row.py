@@ -85,7 +85,8 @@ def answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict
 def _cut(trajectory: Trajectory, length: int) -> Trajectory:
     """Without what the environment said last beyond the budget: no turn of the policy's reaches there."""
     columns = ("tokens", "owner", "trainable", "rollout_logprobs", "versions")
-    return replace(trajectory, log_kept_mass=None, **{name: getattr(trajectory, name)[:length] for name in columns})
+    shorter = {name: getattr(trajectory, name)[:length] for name in columns}
+    return replace(trajectory, log_kept_mass=None, routes=None, **shorter)
 
 
 def _said(trajectory: Trajectory, dialogue: Dialogue, prompt: int) -> MessageLog:

@@ -46,4 +46,5 @@ class Engine(Front):
             vocab_size=decoder.config.vocab_size,
             max_context=min(config.max_context or positions, positions),
             keep_kv=config.keep_kv,
+            records_routes=bool(decoder.config.sparse_layers),
         )

@@ -24,6 +24,7 @@ from ratchet.generators.engine.sampling import draw, uniforms
 from ratchet.generators.engine.slots import Active, Slots
 from ratchet.generators.requests import Request
 from ratchet.models.decoder import Decoder
+from ratchet.models.routing import Record
 from ratchet.types import StopReason
 
 GIB = 2**30
@@ -52,7 +53,8 @@ class Scheduler:
         self.vocab_size = decoder.config.vocab_size
         max_rows = _ceil(limits.max_running, limits.row_multiple)
         self.cache = KVCache(decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device)
-        self.slots = Slots(vocab_size=self.vocab_size, row_multiple=limits.row_multiple, device=weight.device)
+        routes = len(decoder.config.sparse_layers), decoder.config.experts_per_token
+        self.slots = Slots(vocab_size=self.vocab_size, row_multiple=limits.row_multiple, device=weight.device, routes=routes)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # by slot
         self.version = 0
@@ -63,6 +65,7 @@ class Scheduler:
         self.prefilled_tokens = self.decoded_tokens = 0
         self._active: Active | None = None  # of all running requests; None when they have changed
         self._watching = 0  # running requests with stop strings
+        self._recording = 0  # running requests whose routes are asked for
         self._stale = False  # keys and values belong to older weights
 
     # --- requests come and go
@@ -97,7 +100,7 @@ class Scheduler:
         self.running, self.waiting = [], deque()
         self.cache.clear()
         self.slots.clear()
-        self._active, self._watching, self._stale = None, 0, False
+        self._active, self._watching, self._recording, self._stale = None, 0, 0, False
         return left
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
@@ -163,7 +166,12 @@ class Scheduler:
         sources = np.repeat(starts_P[which_N], own_N) + positions
         tokens_T = self._upload(np.concatenate(prompts))
         self.slots.store(self._upload(rows), self._upload(positions), tokens_T[self._upload(sources)])
-        hidden_Td = self._prefill(tokens_T, lengths_P, sources, rows, positions)
+        self._recording += sum(request.sampling.routes for request in batch)
+        record = self._record(len(tokens_T))
+        hidden_Td = self._prefill(tokens_T, lengths_P, sources, rows, positions, record)
+        if record is not None:
+            at = self._upload(rows), self._upload(positions)
+            self.slots.routes_RCLK.index_put_(at, record.experts_TLK[self._upload(sources)])
 
         self.running += batch
         self._active = None
@@ -175,7 +183,8 @@ class Scheduler:
         self._retire(self._emit(self.slots.active(first, first + count), hidden_Td.index_select(0, self._upload(padded))))
 
     def _refresh(self) -> None:
-        """Computes the keys and values of all running requests anew: of all their tokens but the last, which is fed next."""
+        """Computes the keys and values of all running requests anew: of all their tokens but the last, which is fed next. Their
+        routes stay: what was drawn came from those."""
         self._stale = False
         lengths = self.slots.lengths[: len(self.running)] - 1
         for rows in _spans(lengths, self.limits.prefill_tokens):
@@ -191,6 +200,7 @@ class Scheduler:
         sources: NDArray[np.int64],
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
+        record: Record | None = None,
     ) -> Tensor:
         """Hidden states of sequences laid end to end, [T, d] and padding rows. Keys and values of token `sources[i]` go to
         `positions[i]` of slot `slots[i]`."""
@@ -199,7 +209,12 @@ class Scheduler:
         attend = PrefillAttention(self.cache, lengths, *places)
         self.prefilled_tokens += len(tokens_T)
         tokens_T, positions_T = F.pad(tokens_T, padding), F.pad(self._upload(_counting(lengths)), padding)
-        return self.decoder(tokens_T, positions_T, attend, row_multiple=self.limits.row_multiple)
+        return self.decoder(tokens_T, positions_T, attend, row_multiple=self.limits.row_multiple, route=record)
+
+    def _record(self, tokens: int) -> Record | None:
+        """For a forward of so many tokens and padding; None where nobody asks."""
+        rows = _ceil(tokens, self.limits.row_multiple)
+        return Record(self.decoder.config, rows, self.device) if self._recording else None
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -211,7 +226,11 @@ class Scheduler:
         if self._reserve(len(active.feed), longest + 1):
             self._active = active = self.slots.active(0, len(self.running))
         attend = DecodeAttention(self.cache, active.positions, longest)
-        hidden = self.decoder(active.feed, active.positions, attend, row_multiple=self.limits.row_multiple)
+        record = self._record(len(active.feed))
+        hidden = self.decoder(active.feed, active.positions, attend, row_multiple=self.limits.row_multiple, route=record)
+        if record is not None:
+            at = attend.slots_N[: active.count], active.positions[: active.count]
+            self.slots.routes_RCLK.index_put_(at, record.experts_TLK[: active.count])
         self.decoded_tokens += active.count
         self._retire(self._emit(active, hidden))
 
@@ -257,14 +276,15 @@ class Scheduler:
         rows = list(ended)
         requests = [self.running[row] for row in rows]
         results = self.slots.read(rows)
+        routes = [self.slots.read_routes(row) if self.running[row].sampling.routes else None for row in rows]
         if any(np.isnan(logprobs).any() for _, logprobs, _ in results):
             raise ModelError(
                 f"the model's logits aren't finite (weights version {self.version}): an update has broken the weights; "
                 "lower the learning rate, or go back to the last checkpoint"
             )
         self._leave(rows)
-        for request, (tokens, logprobs, kept), stop in zip(requests, results, ended.values(), strict=True):
-            request.deliver(request.complete(tokens, logprobs, kept, stop))
+        for request, (tokens, logprobs, kept), stop, taken in zip(requests, results, ended.values(), routes, strict=True):
+            request.deliver(request.complete(tokens, logprobs, kept, stop, taken))
 
     @torch.inference_mode()
     def _leave(self, rows: list[int]) -> None:
@@ -273,6 +293,7 @@ class Scheduler:
         holes = [row for row in rows if row < remaining]
         movers = [row for row in range(remaining, len(self.running)) if row not in gone]
         self._watching -= sum(self.running[row].watch is not None for row in rows)
+        self._recording -= sum(self.running[row].sampling.routes for row in rows)
         self._active = None
         if movers:
             length = int(self.slots.lengths[movers].max())

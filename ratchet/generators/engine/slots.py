@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ratchet.generators.engine.sampling import SETTING, Draw, Settings, setting
 from ratchet.generators.requests import Request
+from ratchet.models.routing import UNKNOWN
 
 NO_STOP = -1
 CHUNK_ELEMENTS = 2**25  # logits that are sampled from at a time: 128 MiB in float32, of which a few copies exist
@@ -50,8 +51,10 @@ class Active:
 
 
 class Slots:
-    def __init__(self, *, vocab_size: int, row_multiple: int, device: torch.device) -> None:
-        self.vocab_size, self.row_multiple, self.device = vocab_size, row_multiple, device
+    """routes: numbers of experts that a token has in all, by layer and by choice."""
+
+    def __init__(self, *, vocab_size: int, row_multiple: int, device: torch.device, routes: tuple[int, int] = (0, 0)) -> None:
+        self.vocab_size, self.row_multiple, self.device, self.routes = vocab_size, row_multiple, device, routes
         self.clear()
 
     def clear(self) -> None:
@@ -64,6 +67,7 @@ class Slots:
         self.tokens_RC = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self.logprobs_RC = torch.zeros(0, 0, device=self.device)
         self.log_kept_RC = torch.zeros(0, 0, device=self.device)
+        self.routes_RCLK = torch.zeros(0, 0, *self.routes, dtype=torch.int16, device=self.device)
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Grows to exactly this size; what is stored stays."""
@@ -71,9 +75,9 @@ class Slots:
             return
         for name in ("settings", "prompts", "lengths", "limits", "stops"):
             setattr(self, name, _grown(getattr(self, name), rows))
-        for name in ("tokens_RC", "logprobs_RC", "log_kept_RC"):
+        for name in ("tokens_RC", "logprobs_RC", "log_kept_RC", "routes_RCLK"):
             old = getattr(self, name)
-            new = torch.zeros(rows, capacity, dtype=old.dtype, device=self.device)
+            new = torch.zeros(rows, capacity, *old.shape[2:], dtype=old.dtype, device=self.device)
             new[: self.rows, : self.capacity] = old
             setattr(self, name, new)
         self.rows, self.capacity = rows, capacity
@@ -99,7 +103,7 @@ class Slots:
         for table in (self.settings, self.prompts, self.lengths, self.limits, self.stops):
             table[targets] = table[sources]
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
-        for history in (self.tokens_RC, self.logprobs_RC, self.log_kept_RC):
+        for history in (self.tokens_RC, self.logprobs_RC, self.log_kept_RC, self.routes_RCLK):
             used = history[:, :length]
             used.index_copy_(0, target, used.index_select(0, source))
 
@@ -115,6 +119,12 @@ class Slots:
             own_kept = kept[0][i, new].copy() if self.settings["filtered"][row] else None
             results.append((tokens[i, new].copy(), logprobs[i, new].copy(), own_kept))
         return results
+
+    def read_routes(self, row: int) -> NDArray[np.int16]:
+        """Of prompt and completion, whose last token has not been computed."""
+        routes = self.routes_RCLK[row, : self.lengths[row]].cpu().numpy().copy()
+        routes[-1] = UNKNOWN
+        return routes
 
     def active(self, first: int, end: int) -> Active:
         """Uploads what a step needs to know of slots first .. end-1."""
