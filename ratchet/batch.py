@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import MissingColumn
+from ratchet.types import Placed
 
 Level = Literal["token", "sequence", "group"]
 ROUTES = "routes"  # a token column, int16 [T, layers with experts, experts of a token], where the sampler recorded them
@@ -61,6 +62,7 @@ class Batch:
     tag_S: Tensor  # int64, index into `tags`
     group_ids: tuple[str, ...]  # [G]
     tags: tuple[str, ...]
+    media_S: tuple[tuple[Placed, ...], ...] = ()  # of each sequence; (): no sequence has any
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
     weights: Mapping[str, Weight] = field(default_factory=dict)  # by term name
@@ -148,6 +150,7 @@ class Batch:
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
                 changes[item.name] = value[tokens if item.name.endswith("_T") else rows]
+        changes["media_S"] = tuple(self.media_S[i] for i in rows.tolist()) if self.media_S else ()
         changes["group_S"] = group_S
         changes["group_ids"] = tuple(self.group_ids[g] for g in kept.tolist())
         changes["token_columns"] = {k: v[tokens] for k, v in self.token_columns.items()}

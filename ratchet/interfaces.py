@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.types import Comparison, Completion, Group, Judged, Message, Outcome, Sampling, Split, Task, Trajectory
+from ratchet.types import Comparison, Completion, Group, Judged, Message, Outcome, Placed, Sampling, Split, Task, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +120,12 @@ class Generator(Protocol):
 
     @property
     def version(self) -> int: ...
-    async def generate(self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling) -> Completion: ...
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
+        """media: those of the prompt, in order; a generator whose model reads none raises ConfigError."""
+        ...
+
     def abort(self) -> None:
         """Ends every running request; each returns what it has, with StopReason.ABORTED."""
         ...

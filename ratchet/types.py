@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,40 @@ Split = Literal["train", "test"]
 READ_FROM = "read from"  # key of a task's meta: the file and the row that it was read from, for errors
 
 
+MediaKind = Literal["image", "audio", "video"]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One piece of a multimodal message. `value` is text, or a reference (path, URL, content hash) for media."""
+    """One piece of a multimodal message. `value` is text, or says where a medium is: a path, a `data:` URL that holds it
+    (base64), or another URL."""
 
-    type: Literal["text", "image", "audio", "video"]
+    type: Literal["text"] | MediaKind
     value: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Medium:
+    """An image, audio clip or video as a model reads it, whose driver never looks into it.
+
+    key: names its content and how it was processed: equal keys have equal inputs, and are stored and computed once. span:
+    tokens that stand for it in a sequence. inputs: what the model's forward takes, by that argument's name; those of several
+    media are joined along the first dimension. source: the encoded file, for generators that process it by themselves, and
+    for records.
+    """
+
+    key: str
+    kind: MediaKind
+    span: int
+    inputs: Mapping[str, NDArray[Any]]
+    source: bytes
+
+
+class Placed(NamedTuple):
+    """A medium whose tokens are [start, start + span) of a sequence."""
+
+    start: int
+    medium: Medium
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +266,7 @@ class Trajectory:
     messages: tuple[Message, ...] = ()
     outcome: Outcome | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the whole attempt
-    media: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Placed, ...] = ()  # in order
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

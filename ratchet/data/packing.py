@@ -62,6 +62,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         tag_S=sequences(lambda g, t: tags.index(kept[g][0].task.tag), torch.int64),
         group_ids=tuple(group.id for group, _ in kept),
         tags=tags,
+        media_S=tuple(t.media for t in trajectories) if any(t.media for t in trajectories) else (),
         token_columns=_routes(trajectories),
         sequence_columns=_parts(trajectories),
     )

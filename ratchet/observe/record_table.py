@@ -277,7 +277,7 @@ def as_json(value: Any) -> str:
 def _extras(t: Trajectory) -> str | None:
     if not t.extras and not t.media:
         return None
-    return as_json({"extras": dict(t.extras), "media": list(t.media)})
+    return as_json({"extras": dict(t.extras), "media": [placed.medium.key for placed in t.media]})
 
 
 def _maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:

@@ -18,7 +18,21 @@ from ratchet.observe.record_schema import SCALARS, SCHEMA
 from ratchet.observe.record_table import table_of
 from ratchet.observe.recorder import Recorder
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.types import Cancelled, Failed, Group, Message, Part, Scored, Task, ToolCall, Truncated, Turn, Unjudged
+from ratchet.types import (
+    Cancelled,
+    Failed,
+    Group,
+    Medium,
+    Message,
+    Part,
+    Placed,
+    Scored,
+    Task,
+    ToolCall,
+    Truncated,
+    Turn,
+    Unjudged,
+)
 
 
 def some_groups() -> list[Group]:
@@ -35,7 +49,7 @@ def some_groups() -> list[Group]:
         messages=said,
         metrics={"turns": 2.0, "nan": float("nan")},
         extras={"odd": {1, 2}},
-        media={"sha256:1": b"x"},
+        media=(Placed(0, Medium("xxh3:1", "image", 1, {}, b"x")),),
         log_kept_mass=np.asarray([0, 0, -0.5, 0, 0], np.float32),
         routes=np.arange(20, dtype=np.int16).reshape(5, 2, 2),
     )
@@ -117,7 +131,7 @@ def test_each_row_has_what_the_learner_made_of_it_and_nothing_where_it_counts_fo
     assert (first["trained_tokens"], first["weight"], first["old_logprobs"][:2]) == (3, 5.0, [-0.0, -1.0])
     assert (first["oldest_version"], first["newest_version"], first["generated_tokens"]) == (3, 3, 3)
     assert first["values"] is None
-    assert first["extras"] == '{"extras": {"odd": "{1, 2}"}, "media": ["sha256:1"]}'
+    assert first["extras"] == '{"extras": {"odd": "{1, 2}"}, "media": ["xxh3:1"]}'
     assert failed["advantages"] is None
     assert (failed["failure"], failed["failure_detail"]) == ("timeout", "Traceback\n...")
     # Rows that count follow one another in the batch, whatever lies between them.
