@@ -6,6 +6,7 @@ T = tokens, S = sequences, G = groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,22 +31,28 @@ def pack(groups: Sequence[Group]) -> Batch:
     tags = tuple(dict.fromkeys(group.task.tag for group, _ in kept))
     trajectories = [t for _, t in rows]
     lengths = np.asarray([len(t) for t in trajectories], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    spans = _Spans(rows, starts.tolist(), int(lengths.sum()))
 
     def tokens(column: Callable[[Trajectory], np.ndarray], dtype: type) -> Tensor:
         parts = [column(t) for t in trajectories]
         return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype))
+
+    def trainable(counts: Callable[[Trajectory], bool]) -> Tensor:
+        counts_S = np.asarray([counts(t) for t in trajectories], dtype=np.bool_)
+        return tokens(lambda t: t.trainable, np.bool_) & torch.from_numpy(np.repeat(counts_S, lengths))
 
     def sequences(column: Callable[[int, Trajectory], float], dtype: torch.dtype) -> Tensor:
         return torch.tensor([column(g, t) for g, t in rows], dtype=dtype)
 
     return Batch(
         tokens_T=tokens(lambda t: t.tokens, np.int64),
-        positions_T=tokens(lambda t: np.arange(len(t)), np.int64),
-        turn_T=tokens(_turn_index, np.int32),
-        turn_rewards_T=tokens(_turn_rewards, np.float64),
-        state_T=torch.from_numpy(_states(rows)),
-        trainable_T=tokens(lambda t: t.trainable & (t.use == "train"), np.bool_),
-        predicted_T=tokens(lambda t: t.trainable & (t.use != "baseline"), np.bool_),
+        positions_T=torch.from_numpy(np.arange(spans.total) - np.repeat(starts, lengths)),
+        turn_T=torch.from_numpy(spans.turns()),
+        turn_rewards_T=torch.from_numpy(spans.turn_rewards()),
+        state_T=torch.from_numpy(spans.states()),
+        trainable_T=trainable(lambda t: t.use == "train"),
+        predicted_T=trainable(lambda t: t.use != "baseline"),
         rollout_logprobs_T=tokens(lambda t: t.rollout_logprobs, np.float32),
         log_kept_mass_T=tokens(_kept_mass, np.float32),
         versions_T=tokens(lambda t: t.versions, np.int32),
@@ -77,34 +84,43 @@ def _check(trajectory: Trajectory, group_id: str) -> None:
         )
 
 
-def _turn_index(trajectory: Trajectory) -> np.ndarray:
-    index = np.full(len(trajectory), -1)
-    for number, turn in enumerate(trajectory.turns):
-        index[turn.start : turn.end] = number
-    return index
+@dataclass(frozen=True)
+class _Spans:
+    """What turns say of the tokens: columns [T], filled turn by turn. starts: of each of the rows (group, trajectory)."""
 
+    rows: Sequence[tuple[int, Trajectory]]
+    starts: Sequence[int]
+    total: int
 
-def _turn_rewards(trajectory: Trajectory) -> np.ndarray:
-    rewards = np.full(len(trajectory), np.nan)
-    for turn in trajectory.turns:
-        if turn.reward is not None and turn.end > turn.start:
-            rewards[turn.end - 1] = turn.reward
-    return rewards
+    def turns(self) -> np.ndarray:
+        index_T = np.full(self.total, -1, dtype=np.int32)
+        for start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
+            for number, turn in enumerate(trajectory.turns):
+                index_T[start + turn.start : start + turn.end] = number
+        return index_T
 
+    def turn_rewards(self) -> np.ndarray:
+        rewards_T = np.full(self.total, np.nan)
+        for start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
+            for turn in trajectory.turns:
+                if turn.reward is not None and turn.end > turn.start:
+                    rewards_T[start + turn.end - 1] = turn.reward
+        return rewards_T
 
-def _states(rows: Sequence[tuple[int, Trajectory]]) -> np.ndarray:
-    """Numbers the (group, state key) pairs of the whole batch in order of appearance."""
-    known: dict[tuple[int, str], int] = {}
-    columns = [np.full(len(trajectory), -1, dtype=np.int64) for _, trajectory in rows]
-    for column, (group, trajectory) in zip(columns, rows, strict=True):
-        for turn in trajectory.turns:
-            if turn.state_key:
-                column[turn.start : turn.end] = known.setdefault((group, turn.state_key), len(known))
-    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
+    def states(self) -> np.ndarray:
+        """Numbers the (group, state key) pairs of the whole batch in order of appearance."""
+        known: dict[tuple[int, str], int] = {}
+        state_T = np.full(self.total, -1, dtype=np.int64)
+        for start, (group, trajectory) in zip(self.starts, self.rows, strict=True):
+            for turn in trajectory.turns:
+                if turn.state_key:
+                    number = known.setdefault((group, turn.state_key), len(known))
+                    state_T[start + turn.start : start + turn.end] = number
+        return state_T
 
 
 def _kept_mass(trajectory: Trajectory) -> np.ndarray:
-    return np.zeros(len(trajectory)) if trajectory.log_kept_mass is None else trajectory.log_kept_mass
+    return np.zeros(len(trajectory), np.float32) if trajectory.log_kept_mass is None else trajectory.log_kept_mass
 
 
 def _routes(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

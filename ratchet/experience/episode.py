@@ -42,19 +42,11 @@ P = TypeVar("P")
 
 
 class PromptMemo:
-    """The attempts of a group almost always begin with the same messages: their tokens are rendered once. They play in
-    environments of one class, and Python 3.11 takes as long as a turn to say whether one follows a protocol: asked once."""
+    """The attempts of a group almost always begin with the same messages: their tokens are rendered once."""
 
     def __init__(self) -> None:
         self.given: tuple[Sequence[Message], Tools | None] | None = None
         self.tokens = np.zeros(0, dtype=np.int64)
-        self._offers: dict[tuple[type, type], bool] = {}
-
-    def offers(self, environment: object, protocol: type[P]) -> TypeGuard[P]:
-        key = type(environment), protocol
-        if key not in self._offers:
-            self._offers[key] = isinstance(environment, protocol)
-        return self._offers[key]
 
     def render(self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None) -> np.ndarray:
         if self.given != (messages, tools):
@@ -83,14 +75,16 @@ class TokenRecord:
         """`fields`: those of a Trajectory that are no token columns."""
         owner = np.empty(self.length, np.int8)
         logprobs = np.zeros(self.length, np.float32)
-        versions = np.full(self.length, -1, np.int32)
+        versions = np.empty(self.length, np.int32)
         kept_mass = np.zeros(self.length, np.float32)
         routes = self._routes()
         start = 0
         for who, tokens, completion in self.pieces:
             piece = slice(start, start + len(tokens))
             owner[piece] = who
-            if completion is not None:
+            if completion is None:
+                versions[piece] = -1
+            else:
                 logprobs[piece], versions[piece] = completion.logprobs, completion.versions
                 kept_mass[piece] = completion.log_kept_mass
             start = piece.stop
@@ -204,6 +198,14 @@ class Player:
     max_context: int
     max_turns: int = 64
     timeout_s: float | None = None
+    _follows: dict[tuple[type, type], bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def offers(self, environment: object, protocol: type[P]) -> TypeGuard[P]:
+        """Whether environments of this class follow the protocol: asked once, as Python 3.11 takes as long as a turn to say."""
+        key = type(environment), protocol
+        if key not in self._follows:
+            self._follows[key] = isinstance(environment, protocol)
+        return self._follows[key]
 
     async def play(
         self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
@@ -239,7 +241,7 @@ class Player:
         with self._waiting("reset", environment):
             first = await guarded(lambda: environment.reset(play.task))
         play.messages = list(checked(first, "reset", environment))
-        if memo.offers(environment, OffersTools):
+        if self.offers(environment, OffersTools):
             play.tools = await offered_tools(environment, play.task) or None  # a mixture may have none for this task
             play.metrics["malformed_tool_calls"] = 0
         play.strand.record.add(Owner.PROMPT, memo.render(self.renderer, play.messages, play.tools))
@@ -251,16 +253,16 @@ class Player:
                 length = play.strand.record.length
                 detail = f"the prompt has {length} tokens, the context {self.max_context}: shorten it or drop the task"
                 return Failed("prompt_too_long", detail)
-            ended, outcome = await self._turn(play, memo, number, room)
+            ended, outcome = await self._turn(play, number, room)
             if ended:
                 return outcome
         play.metrics["turn_limit"] = 1
         return Truncated()
 
-    async def _turn(self, play: Play, memo: PromptMemo, number: int, room: int) -> tuple[bool, Outcome | None]:
+    async def _turn(self, play: Play, number: int, room: int) -> tuple[bool, Outcome | None]:
         """(whether the attempt ended with it, its outcome if it is known)"""
         own, strand, environment = play.sampling, play.strand, play.environment
-        if memo.offers(environment, OffersStops):
+        if self.offers(environment, OffersStops):
             own = replace(own, stop=tuple(dict.fromkeys((*own.stop, *environment.stop_strings))))
         if number or room < own.max_new_tokens:
             seed = seed_for(own.seed, number) if number else own.seed

@@ -19,7 +19,7 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     rows = [t for group in groups for t in group.trajectories]
     numbers = {
         "tokens": float(sum(len(t) for t in rows)),
-        "trained_tokens": float(sum(int(t.trainable.sum()) for t in rows if t.counts and t.use == "train")),
+        "trained_tokens": float(sum(int(np.count_nonzero(t.trainable)) for t in rows if t.counts and t.use == "train")),
     }
     groups = [group for group in groups if not group.uses]
     sampled = [t for group in groups if any(_is_sampled(t) for t in group.trajectories) for t in group.trajectories]

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import numpy as np
 
 from ratchet.config.sentinels import SentinelConfig, SentinelsConfig
 from ratchet.observe.files import replace_text
@@ -140,13 +139,12 @@ class Exhibit(NamedTuple):
 
 def repetition(row: Trajectory) -> float | None:
     """Share of the n-grams of 8 tokens of what the policy wrote that were there before; None where it wrote fewer tokens."""
-    tokens = np.ascontiguousarray(row.tokens[row.owner == POLICY])
-    if len(tokens) < NGRAM:
+    tokens = row.tokens[row.owner == POLICY]
+    count, size = len(tokens) - NGRAM + 1, tokens.itemsize
+    if count < 1:
         return None
-    grams = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
-    # As bytes they are compared whole: a hundred times as fast as rows of numbers.
-    whole = np.ascontiguousarray(grams).view(np.dtype((np.void, NGRAM * tokens.itemsize)))
-    return 1.0 - len(set(whole.ravel().tolist())) / len(grams)
+    written = tokens.tobytes()  # as bytes n-grams are compared whole: a hundred times as fast as rows of numbers
+    return 1.0 - len({written[start : start + NGRAM * size] for start in range(0, count * size, size)}) / count
 
 
 def _surprise(row: Trajectory) -> float:
