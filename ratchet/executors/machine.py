@@ -80,10 +80,11 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     torch.set_num_threads(usable_cores() if threads == "auto" else threads)
     keep_freed_memory()
     # A step makes some hundred objects an attempt, hardly any in a cycle. By default Python looks for cycles every 700, and
-    # every so often through all that the imports made: a tenth of the time of a small model's steps.
+    # every so often through all that the imports made: a tenth of the time of a small model's steps. A thousand attempts have
+    # some 100,000 at a time: with less, every step would look through all of its own.
     if not gc.get_freeze_count():
         gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(200_000, 10, 10)
 
 
 def keep_freed_memory() -> None:
