@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.batch import Batch
+from ratchet.learners.picked import picked_logprobs
 
 Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
 SCALARS = frozenset({"values", "scores", "token_scores"})  # columns that a scalar head gives
@@ -58,6 +59,11 @@ class Wanted:
             shared=shared,
             entropy_slope="entropy" not in measured,
         )
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the tokens' own log-probabilities is differentiated, and no other is read."""
+        return not (self.of_ids or self.top or (self.entropy and self.entropy_slope))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,12 +128,13 @@ ONE_VOCABULARY = OneVocabulary()
 @dataclass(frozen=True)
 class Head:
     """What turns hidden states into log-probabilities. size: tokens of the vocabulary. chunk_rows: predictions whose logits
-    exist at a time."""
+    exist at a time. matrix: [V, d], where a product with it is all that `logits` does, in the dtype of losses; or None."""
 
     logits: Logits
     size: int
     chunk_rows: int
     vocabulary: Vocabulary = ONE_VOCABULARY
+    matrix: Tensor | None = None
 
 
 def token_columns(
@@ -146,8 +153,23 @@ def token_columns(
     hidden_nd = hidden_Td.index_select(0, before_n if place_T is None else place_T[before_n])
     targets_n = batch.tokens_T[index_n]
     ids_nK = batch.need("teacher_ids")[index_n] if wanted.of_ids else targets_n[:, None]
+    columns: dict[str, Tensor] = {}
+    for name, values_n in _predicted(head, hidden_nd, targets_n, ids_nK, temperature_n, wanted).items():
+        columns[name] = values_n.new_zeros(batch.n_tokens, *values_n.shape[1:]).index_put((index_n,), values_n)
+    return columns
+
+
+def _predicted(
+    head: Head, hidden_nd: Tensor, targets_n: Tensor, ids_nK: Tensor, temperature_n: Tensor, wanted: Wanted
+) -> dict[str, Tensor]:
+    """Of each prediction, by name."""
+    bounds = range(0, max(1, len(hidden_nd)), head.chunk_rows)
+    if len(bounds) > 1 and head.matrix is not None and wanted.plain:
+        given = hidden_nd.to(head.matrix.dtype), head.matrix, targets_n, temperature_n.to(head.matrix.dtype)
+        with torch.autocast(hidden_nd.device.type, enabled=False):  # as `PolicyModel.logits`
+            picked = picked_logprobs(*given, rows=head.chunk_rows, entropy=wanted.entropy)
+        return dict(zip(wanted.names, picked, strict=False))
     parts: list[tuple[Tensor, ...]] = []
-    bounds = range(0, max(1, len(index_n)), head.chunk_rows)
     for start in bounds:
         rows = slice(start, start + head.chunk_rows)
         arguments = (head, hidden_nd[rows], targets_n[rows], ids_nK[rows], temperature_n[rows], wanted)
@@ -155,11 +177,7 @@ def token_columns(
             parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))  # logits are recomputed in the backward
         else:
             parts.append(_chunk(*arguments))
-    columns: dict[str, Tensor] = {}
-    for position, name in enumerate(wanted.names):
-        values_n = torch.cat([part[position] for part in parts])
-        columns[name] = values_n.new_zeros(batch.n_tokens, *values_n.shape[1:]).index_put((index_n,), values_n)
-    return columns
+    return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(wanted.names)}
 
 
 def _chunk(

@@ -149,8 +149,16 @@ class Forward:
 
     @property
     def language_head(self) -> Head:
-        size = self.model.vocab_size
-        return Head(self.model.logits, size, rows_per_chunk(self.chunk_mib, size, self.dtype))
+        size, matrix = self.model.vocab_size, self.head_matrix
+        usable = matrix is not None and matrix.dtype == self.dtype
+        return Head(
+            self.model.logits, size, rows_per_chunk(self.chunk_mib, size, self.dtype), matrix=matrix if usable else None
+        )
+
+    @property
+    def head_matrix(self) -> Tensor | None:
+        """See `PolicyModel.head_matrix`."""
+        return self.model.head_matrix
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()

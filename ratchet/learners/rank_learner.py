@@ -29,6 +29,11 @@ class RankForward(Forward):
     """On one rank of a mesh: some of the tokens of each sequence, some of the vocabulary's logits."""
 
     @property
+    def head_matrix(self) -> Tensor | None:
+        """None: ranks hold parts of it, or gather it for a forward alone."""
+        return None
+
+    @property
     def language_head(self) -> Head:
         head, vocabulary = super().language_head, self.model.vocabulary
         return head if vocabulary is None else replace(head, vocabulary=vocabulary)

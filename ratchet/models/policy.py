@@ -65,6 +65,11 @@ class PolicyModel(nn.Module, ABC):
         one below the other. Embeddings and the language head are none."""
 
     @property
+    def head_matrix(self) -> Tensor | None:
+        """[V, d], where a product with it is all that `logits` does, of whatever dtype; None where there is more to it."""
+        return None
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether `hidden` computes a beginning that sequences have in common once."""
         return False
@@ -222,6 +227,10 @@ class DecoderPolicy(PolicyModel):
             for name, found in layers.items()
             if len(found[0].shape) == 2
         }
+
+    @property
+    def head_matrix(self) -> Tensor | None:
+        return self.decoder.head_weight
 
     @property
     def shares_prefixes(self) -> bool:

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-
 from ratchet.config.sentinels import SentinelConfig, SentinelsConfig
 from ratchet.observe.files import replace_text
 from ratchet.types import POLICY, Failed, Group, Trajectory
