@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 
 def picked_logprobs(
@@ -50,7 +49,6 @@ class _Picked(Function):
         return logprobs, entropies
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """With p = softmax(z / t): d log p_y / dz = (onehot_y - p) / t."""
         hidden, matrix, targets, temperature, log_sums = ctx.saved_tensors
