@@ -1,6 +1,7 @@
 """The real sources, manager and scheduler under a clock that jumps, with a generator that takes simulated time."""
 
 import asyncio
+import itertools
 from collections import Counter
 from dataclasses import replace
 from statistics import fmean
@@ -49,14 +50,15 @@ async def run(
     redundant=0,
     sigma=1.0,
     redundant_groups=0,
+    environment=FakeEnvironment,
     **filters,
 ):
     """(seconds of each step, the groups of each). sigma: 1 has a tail so heavy that of 32 requests the slowest takes 5 s."""
     generator = SlowGenerator(SlowGenerator.Config(mean_s=MEAN_S, sigma=sigma, slots=slots))
     asked = Interruptible(generator)
-    manager = RolloutManager(Asks(asked, sigma), FakeEnvironment, None, needs_reward=False)
+    manager = RolloutManager(Asks(asked, sigma), environment, None, needs_reward=False)
     source = Rollouts(
-        TaskStream(FakeEnvironment(), seed=0),
+        TaskStream(environment(), seed=0),
         "sim",
         manager,
         sampling=Sampling(),
@@ -200,3 +202,23 @@ def test_redundant_attempts_are_biased_to_what_is_short():
     own, kept = (fmean(seconds_in(group for step in taken for group in step)) for taken in (plain, first))
     assert own == pytest.approx(MEAN_S, rel=0.1)
     assert kept < 0.55 * own
+
+
+class OneRow(FakeEnvironment):
+    """The same task, by its id and its prompt, over and over."""
+
+    def tasks(self, split, *, seed, start=0):
+        yield from itertools.repeat(next(super().tasks(split, seed=seed)))
+
+
+@pytest.mark.fault("D6")
+def test_one_task_at_several_positions_is_several_groups(tmp_path):
+    """They are told apart, drawn apart, and each is trained on once."""
+    path = tmp_path / "ledger.jsonl"
+    _, taken = simulate(run(6, 0.5, max_staleness=2, order="ready", path=path, environment=OneRow))
+    groups = [group for step in taken for group in step]
+    assert {group.task.id for group in groups} == {"echo/train/0"}
+    assert {group.id for group in groups} == {f"sim/{position}" for position in range(6 * BATCH)}
+    assert len(set(seconds_in(groups))) == len(groups) * ATTEMPTS, "no attempt repeats another one's draw"
+    assert not faults_of(read_ledger(path), max_staleness=2)
+    assert Counter(line["id"] for line in read_ledger(path) if line["event"] == "trained") == Counter(g.id for g in groups)
