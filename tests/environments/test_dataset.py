@@ -356,6 +356,7 @@ def test_a_prompt_under_several_ids_is_on_one_side_only(tmp_path, caplog):
     assert len(train) > 60
 
 
+@pytest.mark.fault("D6")
 def test_prompts_of_the_test_split_are_refused_for_training_or_left_out(tmp_path):
     train = write(tmp_path / "train.jsonl", LEVELS)
     test = write(tmp_path / "test.jsonl", [{"prompt": "new", "answer": "a"}, LEVELS[4]])

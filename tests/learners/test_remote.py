@@ -148,7 +148,7 @@ def test_a_batch_smaller_than_the_ranks_is_filled_up(ranks):
 @pytest.mark.fault("C4")
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_groups_that_neither_mini_batches_nor_ranks_divide_are_all_trained_on_once(ranks, count):
-    """Three attempts each, in three mini-batches, some of them empty, on two ranks: as in one process that takes all of them."""
+    """Three attempts each, in three mini-batches, some of them empty, on two ranks: as in one process that takes all."""
     spec = {"kind": "grpo", "minibatches": 3}
     algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), spec)
     origin = Origin(shape=SHAPE, seed=3)

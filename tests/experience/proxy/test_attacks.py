@@ -186,7 +186,7 @@ class Watched(Scripted):
         self.moved.append("commit")
 
 
-CONTROL = ("prepare", "receive", "commit", "rollback", "abort", "pause", "resume", "offload", "weights", "load_weights", "close")
+CONTROL = ("prepare", "receive", "commit", "rollback", "abort", "pause", "resume", "offload", "weights", "load_weights")
 
 
 @pytest.mark.fault("S6")
