@@ -44,9 +44,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {**TINY, "checkpoint": {"every": 1, "keep": 2}, "stages": [{**GRPO, "steps": 5}]},
     "stages": {
         **TINY,
-        "checkpoint": {"every": 2, "keep": 1},
+        "checkpoint": {"every": 2, "keep": 1, "background": True},
         "optimizer": {"lr": 0.01, "ema_decay": 0.8},
-        "stages": [SFT, {**GRPO, "steps": 3}],
+        "stages": [SFT, {**GRPO, "steps": 3, "rollouts": {"max_staleness": 1, "order": "ready"}}],
     },
 }
 RESUME_AFTER = "step.update:4:kill"  # in the middle of either recipe; of the second, in its second stage

@@ -19,7 +19,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "C1": ("a key that does not exist", "refused with file, line and the nearest key"),
         "C2": ("a number that is none (`1e-5x`)", "refused with its value and what is wanted"),
         "C3": ("a batch below 1; a group of 1 where attempts are compared", "refused with the reason"),
-        "C4": ("a batch that does not divide", "refused with the numbers; what ranks are short of is filled up"),
+        "C4": (
+            "a batch, or a model, that does not divide",
+            "refused with the numbers where it can't be; else shared out, and what ranks are short of is filled up",
+        ),
         "C5": ("learner and generator share devices, and can't", "refused with both keys"),
         "C6": ("an adapter where nobody can train it", "refused with the key to change"),
         "C7": ("no room for a prompt in the context", "refused with the sizes"),

@@ -169,8 +169,8 @@ class Dataset(SingleTurn):
         if train is None:
             return {name: self._selected(table) for name, table in tables.items()}
         if test is None:
-            kept, _, out = self._scanned(train)
-            return {"train": Part(train, kept[~out]), "test": Part(train, kept[out])}
+            kept, prompts, out = self._scanned(train)
+            return {"train": self._without(train, kept[~out], prompts[~out], prompts[out]), "test": Part(train, kept[out])}
         return self._apart(train, test)
 
     def _table(self, places: Sequence[Any], split: str) -> Table | None:
@@ -202,9 +202,14 @@ class Dataset(SingleTurn):
                 f"{test.where(other)}: the prompt is also in the training split ({train.where(one)}), so for {int(both.sum())} "
                 "rows there: remove them, or set overlap: drop"
             )
+        return {"train": self._without(train, kept, prompts, asked), "test": Part(test, held)}
+
+    def _without(self, train: Table, kept: NDArray[np.int64], prompts: NDArray[np.uint64], asked: NDArray[np.uint64]) -> Part:
+        """Rows with a prompt of the test split don't train: with other ids they may be on either side of one file."""
+        both = np.isin(prompts, asked)
         if both.any():
-            log.info("%d rows for training have a prompt of the test split and are left out", int(both.sum()))
-        return {"train": Part(train, kept[~both]), "test": Part(test, held)}
+            log.warning("%d rows for training have a prompt of the test split and are left out", int(both.sum()))
+        return Part(train, kept[~both])
 
     def _scanned(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.bool_]]:
         """(numbers of the rows that are kept, a hash of the prompt of each, whether its own hash holds it out)."""

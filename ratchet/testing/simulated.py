@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
 from ratchet.config.base import Section
+from ratchet.experience.scheduler import GenerateScheduler, Issue
 from ratchet.interfaces import LossTerm
 from ratchet.learners.around import Around
 from ratchet.testing.fakes import FakeGenerator
-from ratchet.types import Completion, Sampling
+from ratchet.types import Completion, Group, Sampling, Task
 
 
 class SlowGenerator(FakeGenerator):
@@ -49,3 +53,42 @@ class SlowLearner(Around):
     async def update(self, mini: Any, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         await asyncio.sleep(self.seconds)
         return await super().update(mini, terms)
+
+
+def undisturbed(
+    scheduler: GenerateScheduler, *, attempts: int, slots: int, update_s: float, seconds: Callable[[int, int], float]
+) -> list[float]:
+    """When each step ends, in seconds, of a run in which nothing takes time but requests and updates: what the bound on
+    staleness alone leaves. Any free slot serves any request, and a group begins only when one is free, with the latest weights.
+
+    attempts: of a group. seconds: of a request, by the numbers of its group and attempt.
+    """
+    clock, free, training = 0.0, slots, False
+    ends, left = list[float](), dict[Issue, int]()
+    waiting, ordinals = deque[tuple[Issue, int]](), itertools.count()
+    coming: list[tuple[float, int, Issue | None]] = []  # (when, in which order, whose request ends; None: the update)
+    while len(ends) < scheduler.last_step:
+        step = len(ends)
+        # While a step trains, its groups' places are not yet those of the next one.
+        while free and (waiting or scheduler.room(step) > training * scheduler.per_step):
+            if not waiting:
+                issue = scheduler.begin(step, str(scheduler.count), Task(str(scheduler.count), ()))
+                left[issue] = attempts
+                waiting.extend((issue, attempt) for attempt in range(attempts))
+            issue, attempt = waiting.popleft()
+            free -= 1
+            heapq.heappush(coming, (clock + seconds(issue.number, attempt), next(ordinals), issue))
+        if not training and scheduler.choose(step) is not None:
+            training = True
+            heapq.heappush(coming, (clock + update_s, next(ordinals), None))
+            continue
+        clock, _, ended = heapq.heappop(coming)
+        if ended is None:
+            ends.append(clock)
+            training = False
+            continue
+        free += 1
+        left[ended] -= 1
+        if not left[ended]:
+            scheduler.ready(ended, Group(ended.id, ended.task, ()))
+    return ends

@@ -335,10 +335,28 @@ def test_a_row_never_changes_sides(tmp_path):
     assert len(sides[1]) == 300
     assert all(sides[1][prompt] == side for prompt, side in sides[0].items())
     assert 40 < Counter(sides[1].values())["test"] < 80
-    by_id = [{"id": i, "prompt": "the same" if i % 2 else f"Q{i}", "answer": "a"} for i in range(200)]
-    assert len(made(train=write(tmp_path / "ids.jsonl", by_id)).rows("test")) > 5
+    by_id = [{"id": i, "prompt": f"Q{i}", "answer": "a"} for i in range(200)]
+    held_out = {row.messages for row in tasks(made(train=write(tmp_path / "ids.jsonl", by_id)), "test")}
+    renamed = [{**row, "prompt": f"Another {row['prompt']}"} for row in by_id]
+    again = {row.messages for row in tasks(made(train=write(tmp_path / "again.jsonl", renamed)), "test")}
+    assert {(user(f"Another {prompt.text}"),) for (prompt,) in held_out} == again, "the id decides"
+    assert 5 < len(held_out) < 40
 
 
+@pytest.mark.fault("D6")
+def test_a_prompt_under_several_ids_is_on_one_side_only(tmp_path, caplog):
+    """Rows go by their ids; those whose prompt is asked in the test split don't train, and the log says how many."""
+    rows = [{"id": i, "prompt": f"Q{i % 40}", "answer": "a"} for i in range(120)]
+    environment = made(train=write(tmp_path / "a.jsonl", rows))
+    train, test = (tasks(environment, split) for split in ("train", "test"))
+    assert {task.messages for task in train}.isdisjoint(task.messages for task in test)
+    assert {task.messages for task in (*train, *test)} == {(user(f"Q{i}"),) for i in range(40)}, "and none is lost"
+    assert f"{120 - len(train) - len(test)} rows for training have a prompt of the test split and are left out" in caplog.text
+    assert len(test) > 5
+    assert len(train) > 60
+
+
+@pytest.mark.fault("D6")
 def test_prompts_of_the_test_split_are_refused_for_training_or_left_out(tmp_path):
     train = write(tmp_path / "train.jsonl", LEVELS)
     test = write(tmp_path / "test.jsonl", [{"prompt": "new", "answer": "a"}, LEVELS[4]])

@@ -86,7 +86,6 @@ def test_draws_without_a_problem_are_tried_again():
     check_environment(environment, n=50)
 
 
-@pytest.mark.fault("D6")
 def test_rows_are_shuffled_anew_in_each_pass_and_keep_their_ids():
     environment = Numbered(8)
     ids = [task.id for task in islice(environment.tasks("train", seed=0), 24)]

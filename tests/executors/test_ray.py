@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from recipes.replayed import TOPOLOGIES, after_sft, assert_alike, made
-from recipes.test_generator_workers import RANKS, WORKERS, config, metrics_of
+from recipes.test_generator_workers import GRPO, RANKS, RECIPE, SFT, STAGE, WORKERS, config, metrics_of
 
+from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, WorkerDied
 from ratchet.executors.cluster import Accelerator, Need, Node
 from ratchet.executors.config import RayClusterConfig
+from ratchet.executors.machine import freeze
+from ratchet.experience.ledger import Ledger, faults_of, read_ledger
 from ratchet.generators.router import Router
 
 pytestmark = pytest.mark.needs("ray")
@@ -139,6 +142,35 @@ def test_generators_on_ray(executor, tmp_path, monkeypatch):
     found = metrics_of(settings, executor, tmp_path)
     assert sum(row.pop("generator/restarts", 0) for row in found) == doomed[0].restarts == 1
     assert found == wanted
+
+
+CHOSEN = {"examples": 12, "curriculum": {"memory": 0.2}}
+REPLAY = {"groups": 3, "max_age": 2, "priority": "uniform"}
+
+
+@pytest.mark.slow
+def test_a_curriculum_and_replay_on_ray(executor, tmp_path):
+    """In step they choose the tasks and groups that they choose in one process; ahead of it they keep their bounds."""
+
+    def played(name, rollouts, **keys):
+        """The metrics of its steps, and what its ledger says."""
+        chosen = {**CHOSEN, **keys, "rollouts": {"replay": REPLAY, **rollouts}}
+        trained = {**GRPO, "algorithm": {"kind": "decoupled_ppo", "group_size": 4}, "steps": 6, **chosen}
+        stages = [{**STAGE, **SFT}, {**STAGE, **trained}]
+        ledger = Ledger(tmp_path / f"{name}.jsonl")
+        settings = freeze(RunConfig.model_validate({**RECIPE, "stages": stages}))
+        found = metrics_of(settings, executor, tmp_path, ledger=ledger)[SFT["steps"] :]
+        ledger.close()
+        lines = list(read_ledger(tmp_path / f"{name}.jsonl"))
+        assert not faults_of(iter(lines), max_staleness=rollouts.get("max_staleness", 0), max_age=REPLAY["max_age"])
+        assert sum(line["event"] == "trained" for line in lines) == (SFT["steps"] + 6) * STAGE["batch_size"]
+        assert [row["rollout/replay/share"] for row in found] == [0.0, *[3 / 11] * 5]
+        assert found[-1]["rollout/curriculum/tried_share"] > found[0]["rollout/curriculum/tried_share"] > 0
+        return found, lines
+
+    assert played("ray", {}, generator=WORKERS) == played("here", {})
+    found, _ = played("ahead", {"max_staleness": 1, "order": "ready"}, generator=WORKERS)
+    assert max(row.get("rollout/staleness_max", 0) for row in found) == REPLAY["max_age"]
 
 
 def test_too_much_is_refused(executor, monkeypatch):

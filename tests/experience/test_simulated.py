@@ -1,6 +1,7 @@
 """The real sources, manager and scheduler under a clock that jumps, with a generator that takes simulated time."""
 
 import asyncio
+import itertools
 from collections import Counter
 from dataclasses import replace
 from statistics import fmean
@@ -13,12 +14,13 @@ from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import mean_length
 from ratchet.experience.prefetch import Prefetch
 from ratchet.experience.scheduler import GenerateScheduler
+from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts
 from ratchet.experience.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
 from ratchet.testing.fakes import FakeEnvironment
-from ratchet.testing.simulated import SlowGenerator, seconds_of
+from ratchet.testing.simulated import SlowGenerator, seconds_of, undisturbed
 from ratchet.types import Sampling
 
 BATCH, ATTEMPTS, SLOTS = 8, 4, 32  # a step's requests fill all slots once
@@ -49,14 +51,15 @@ async def run(
     redundant=0,
     sigma=1.0,
     redundant_groups=0,
+    environment=FakeEnvironment,
     **filters,
 ):
     """(seconds of each step, the groups of each). sigma: 1 has a tail so heavy that of 32 requests the slowest takes 5 s."""
     generator = SlowGenerator(SlowGenerator.Config(mean_s=MEAN_S, sigma=sigma, slots=slots))
     asked = Interruptible(generator)
-    manager = RolloutManager(Asks(asked, sigma), FakeEnvironment, None, needs_reward=False)
+    manager = RolloutManager(Asks(asked, sigma), environment, None, needs_reward=False)
     source = Rollouts(
-        TaskStream(FakeEnvironment(), seed=0),
+        TaskStream(environment(), seed=0),
         "sim",
         manager,
         sampling=Sampling(),
@@ -116,6 +119,47 @@ def test_a_heavy_tail_costs_little_where_few_attempts_outlast_the_steps_that_the
     assert sum(whole) / sum(seconds) > 1.8
     assert share_of_bound(seconds, groups, update_s, slots) > least
     assert not faults_of(read_ledger(path), max_staleness=4)
+
+
+def ends_undisturbed(steps, update_s, slots, *, max_staleness=4, sigma=1.0):
+    """Of the same requests, where nothing else takes time and a group begins only when a slot is free."""
+    scheduler = GenerateScheduler(per_step=BATCH, max_staleness=max_staleness, last_step=steps, order="ready")
+
+    def seconds(group, attempt):
+        return seconds_of(seed_for(0, f"sim/{group}", attempt), MEAN_S, sigma)
+
+    return undisturbed(scheduler, attempts=ATTEMPTS, slots=slots, update_s=update_s, seconds=seconds)
+
+
+@pytest.mark.parametrize("update_s", [1.2, 2.0, 4.0])
+def test_the_scheduler_comes_close_to_a_run_without_any_delay_of_its_own(update_s):
+    steps, slots = 120, 16
+    seconds, _ = simulate(run(steps, update_s, max_staleness=4, order="ready", slots=slots))
+    assert ends_undisturbed(steps, update_s, slots)[-1] > 0.9 * sum(seconds)
+
+
+def test_two_sides_alike_can_not_both_be_busy_all_the_time_under_a_bound_on_staleness():
+    """More slack brings them closer to it; without a tail they are busy but for the first step's requests."""
+    shares = []
+    for max_staleness in (1, 2, 4, 8):
+        ends = ends_undisturbed(1000, 2.0, 16, max_staleness=max_staleness)
+        shares.append(2.0 / (ends[-1] / 1000))
+    assert shares == sorted(shares)
+    assert shares[0] < 0.6
+    assert 0.75 < shares[2] < 0.85, "within 10 % of it nobody comes"
+    assert 0.9 < shares[3] < 1.0
+    assert ends_undisturbed(10, 2.0, 16, sigma=0.0) == [4.0 + 2.0 * step for step in range(10)]
+
+
+def test_undisturbed_by_hand():
+    """Two slots, groups of two requests, one group a step, each update takes 3 s. The second request of the second group takes
+    10 s. One step of staleness: it begins at 1 s with the weights of step 0, and step 1 needs it, at 11 s. While that waits,
+    the third group may not begin: two steps' groups are under way until step 0 has trained, at 4 s. Then it takes the slot
+    that is free, from 4 s to 6 s, both requests one after the other."""
+    scheduler = GenerateScheduler(per_step=1, max_staleness=1, last_step=3, order="ready")
+    long = {(1, 1): 10.0}
+    ends = undisturbed(scheduler, attempts=2, slots=2, update_s=3.0, seconds=lambda *which: long.get(which, 1.0))
+    assert ends == [4.0, 14.0, 17.0]
 
 
 def test_attempts_that_outlast_those_steps_hold_it_up():
@@ -200,3 +244,23 @@ def test_redundant_attempts_are_biased_to_what_is_short():
     own, kept = (fmean(seconds_in(group for step in taken for group in step)) for taken in (plain, first))
     assert own == pytest.approx(MEAN_S, rel=0.1)
     assert kept < 0.55 * own
+
+
+class OneRow(FakeEnvironment):
+    """The same task, by its id and its prompt, over and over."""
+
+    def tasks(self, split, *, seed, start=0):
+        yield from itertools.repeat(next(super().tasks(split, seed=seed)))
+
+
+@pytest.mark.fault("D6")
+def test_one_task_at_several_positions_is_several_groups(tmp_path):
+    """They are told apart, drawn apart, and each is trained on once."""
+    path = tmp_path / "ledger.jsonl"
+    _, taken = simulate(run(6, 0.5, max_staleness=2, order="ready", path=path, environment=OneRow))
+    groups = [group for step in taken for group in step]
+    assert {group.task.id for group in groups} == {"echo/train/0"}
+    assert {group.id for group in groups} == {f"sim/{position}" for position in range(6 * BATCH)}
+    assert len(set(seconds_in(groups))) == len(groups) * ATTEMPTS, "no attempt repeats another one's draw"
+    assert not faults_of(read_ledger(path), max_staleness=2)
+    assert Counter(line["id"] for line in read_ledger(path) if line["event"] == "trained") == Counter(g.id for g in groups)

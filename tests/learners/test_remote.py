@@ -145,6 +145,33 @@ def test_a_batch_smaller_than_the_ranks_is_filled_up(ranks):
     torch.testing.assert_close(scored["logprobs"], expected["logprobs"], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.fault("C4")
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_groups_that_neither_mini_batches_nor_ranks_divide_are_all_trained_on_once(ranks, count):
+    """Three attempts each, in three mini-batches, some of them empty, on two ranks: as in one process that takes all."""
+    spec = {"kind": "grpo", "minibatches": 3}
+    algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), spec)
+    origin = Origin(shape=SHAPE, seed=3)
+    _, there = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), spec, ranks(origin, dp_shard=2), dp_shard=2)
+    batch = pack(groups(0, n=count))
+    parts = list(algorithm.split(batch))
+    assert sum(part.n_sequences for part in parts) == batch.n_sequences == 3 * count
+    sizes = [part.n_groups for part in parts]
+    assert (sum(sizes), len(sizes)) == (count, 3)
+    assert max(sizes) - min(sizes) <= 1
+    found, expected = (asyncio.run(trained_on(algorithm, roles, batch)) for roles in (there, local))
+    numbers_alike(found, expected)
+    alike(weights_of(there["policy"]), weights_of(local["policy"]))
+
+
+async def trained_on(algorithm, roles, batch):
+    state, numbers = AlgoState(), []
+    filled = algorithm.advantage(await fill(batch, algorithm, roles), state)
+    for mini in algorithm.split(filled):
+        numbers.append(dict(await roles["policy"].update(algorithm.weigh(mini, state), algorithm.losses["policy"])))
+    return numbers
+
+
 OF_TRANSFORMERS = {
     "hidden_size": 16,
     "num_hidden_layers": 2,

@@ -8,7 +8,7 @@ from ratchet.tools.train import start_run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_stale_attempts_with_a_correction_teach_what_fresh_ones_do(seed, repository, tmp_path):
     run = tmp_path / "run"
     overrides = [f"seed={seed}", "logging.progress=off"]

@@ -48,7 +48,7 @@ def config(**keys):
     return freeze(RunConfig.model_validate({**RECIPE, "stages": stages}))
 
 
-def metrics_of(settings, executor, directory):
+def metrics_of(settings, executor, directory, *, ledger=None):
     """Of every step, without those that are times."""
     found = []
 
@@ -60,7 +60,7 @@ def metrics_of(settings, executor, directory):
     async def play():
         try:
             for index in range(len(settings.stages)):
-                run = build_run(settings, index, policy, directory=directory, observers=(observe,))
+                run = build_run(settings, index, policy, directory=directory, observers=(observe,), ledger=ledger)
                 await train(run)
                 await run.close()
         finally:

@@ -11,7 +11,7 @@ import pytest
 from experience.proxy.talk import EOS, RENDERER, Scripted, only, said, serving
 from openai import AuthenticationError, BadRequestError, NotFoundError, RateLimitError
 
-from ratchet.experience.proxy.server import MAX_BODY, Proxy
+from ratchet.experience.proxy.server import MAX_BODY, Proxy, chat_app
 from ratchet.testing.fakes import FakeGenerator
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -164,6 +164,65 @@ def test_another_model_or_path_is_not_found():
     for path in ("/completions", "/../admin", "/openapi.json"):
         status, answer, _ = post(BODY, path=path)
         assert (status, answer["error"]["type"]) == (404, "not_found_error")
+
+
+class Watched(Scripted):
+    """Says what is asked of it beside completions."""
+
+    def __init__(self):
+        super().__init__(["a"])
+        self.moved = []
+
+    def abort(self):
+        self.moved.append("abort")
+
+    async def prepare(self, manifest):
+        self.moved.append("prepare")
+
+    async def receive(self, shards):
+        self.moved.append("receive")
+
+    async def commit(self, version):
+        self.moved.append("commit")
+
+
+CONTROL = ("prepare", "receive", "commit", "rollback", "abort", "pause", "resume", "offload", "weights", "load_weights")
+
+
+@pytest.mark.fault("S6")
+def test_a_key_that_samples_moves_no_weights():
+    """Whatever a generator, a router or another engine's server calls it, and wherever below the address or beside it."""
+    generator = Watched()
+    places = [f"{root}/{name}" for name in CONTROL for root in ("", "/..", "/policy", "/../admin", "/models")]
+
+    async def scene():
+        async with serving(generator) as (session, client), httpx.AsyncClient(timeout=30) as raw:
+            base, headers = str(client.base_url).rstrip("/"), {"authorization": f"Bearer {client.api_key}"}
+            found = set()
+            for place in places:
+                for method in ("GET", "POST", "PUT", "DELETE"):
+                    answer = await raw.request(method, base + place, headers=headers, json={"version": 9})
+                    found.add((answer.status_code, answer.json()["error"]["code"]))
+            return found, session.strands
+
+    assert asyncio.run(scene()) == ({(404, "unknown_url")}, [])
+    assert (generator.moved, generator.version, generator.requests) == ([], 0, [])
+
+
+@pytest.mark.fault("S6")
+def test_there_are_two_routes_and_both_want_a_key():
+    """Of attempts' server and `ratchet serve` alike: both are this app."""
+    asked = []
+    app = chat_app(lambda key: asked.append(key))
+    routes = {(method, route.path) for route in app.routes for method in route.methods}
+    assert routes == {("GET", "/v1/models"), ("POST", "/v1/chat/completions")}
+
+    async def scene():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as raw:
+            return [(await raw.request(method, path, json=BODY)).status_code for method, path in sorted(routes)]
+
+    assert asyncio.run(scene()) == [401, 401]
+    assert asked == ["", ""]
 
 
 @pytest.mark.parametrize("key", ["wrong", "rk-", "../", "a b"])
