@@ -21,7 +21,7 @@ from xxhash import xxh3_64
 
 from ratchet.errors import DataError
 from ratchet.observe.record_groups import groups_of
-from ratchet.observe.record_schema import SCALARS, SCHEMA
+from ratchet.observe.record_schema import ADDED, SCALARS, SCHEMA
 from ratchet.types import Group
 
 INDEX = "index.jsonl"
@@ -107,8 +107,8 @@ class Record:
                 continue
             try:
                 with pq.ParquetFile(self.directory / file.name) as parquet:
-                    part = parquet.read(columns).select(columns).replace_schema_metadata(None)
-            except (OSError, pa.ArrowException) as error:
+                    part = _with(columns, parquet.read(columns).replace_schema_metadata(None))
+            except (OSError, KeyError, pa.ArrowException) as error:
                 raise DataError(f"{self.directory / file.name} can't be read: {error}") from error
             ends = itertools.accumulate(facts.rows for facts in file.steps)
             for facts, end, there in zip(file.steps, ends, picked, strict=True):
@@ -145,6 +145,14 @@ class Record:
             raise DataError(f"{path} can't be read: {error}") from error
         if found != file.sha256:
             raise DataError(f"{path} was changed since it was recorded: its checksum does not match")
+
+
+def _with(columns: list[str], part: pa.Table) -> pa.Table:
+    """These columns. Of a file from before there was one, with what is true of its rows. Raises KeyError for others."""
+    for name in ADDED.keys() & set(columns) - set(part.column_names):
+        field = SCHEMA.field(name)
+        part = part.append_column(field, pa.repeat(pa.scalar(ADDED[name], field.type), part.num_rows))
+    return part.select(columns)
 
 
 def _ranges(steps: Iterable[int]) -> str:

@@ -168,6 +168,17 @@ def test_scalars_of_all_steps_and_all_of_one(tmp_path):
         found.groups(9)
 
 
+def test_a_record_of_before_a_column_has_what_was_true_then(tmp_path):
+    whole = record(tmp_path, [1])
+    (file,) = tmp_path.glob("*.parquet")
+    pq.write_table(pq.read_table(file).drop_columns(["uses"]), file)
+    assert whole.table(["uses", "step"]).to_pydict() == {"uses": [0] * 11, "step": [1] * 11}
+    assert whole.table().schema.names == list(SCALARS)
+    pq.write_table(pq.read_table(file).drop_columns(["reward"]), file)
+    with pytest.raises(DataError, match=r"parquet can't be read: .*reward"):
+        whole.table()
+
+
 def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_path):
     def session(directory, steps, after=0):
         made = Recorder(RecordConfig(), directory, seed=3, keep_through=after)
