@@ -252,6 +252,25 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _yardstick(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """As a default that another stage reads it is in order too."""
+    if stage.yardstick == (own_rewards(stage.environment) or stage.rewards) or _reads_yardstick(stage):
+        return
+    if not any(other.yardstick == stage.yardstick and _reads_yardstick(other) for other in config.stages):
+        elsewhere = stage.evaluation.environment
+        because = (
+            "evaluation.tasks=0 evaluates nothing"
+            if elsewhere is None
+            else f"evaluation.environment={_named(elsewhere)} is judged by its own reward"
+        )
+        other = "evaluation.environment" if elsewhere is not None else "evaluation.tasks"
+        yield clash(f"yardstick judges in evaluation, and {because}: remove yardstick, or {other}", "yardstick", other)
+
+
+def _reads_yardstick(stage: StageConfig) -> bool:
+    return stage.evaluation.tasks > 0 and stage.evaluation.environment is None
+
+
 def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key in ("rewards", "yardstick"):
         names = [getattr(reward, "kind", "").rpartition(":")[2] for reward in getattr(stage, key)]
@@ -379,6 +398,7 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _evaluation,
     _end_with_best,
     _rewards,
+    _yardstick,
     _reward_names,
     _given,
     _judged,

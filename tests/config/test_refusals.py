@@ -182,6 +182,14 @@ CLASHES = [
         {"algorithm": "{kind: sft}", "rewards": "[{kind: countdown}]"},
         "rewards judge attempts, and algorithm sft makes none: remove rewards",
     ),
+    (
+        {"yardstick": "[{kind: countdown}]", "evaluation": "{environment: {kind: countdown}}"},
+        "yardstick judges in evaluation, and evaluation.environment=countdown is judged by its own reward: remove yardstick",
+    ),
+    (
+        {"yardstick": "[{kind: countdown}]", "evaluation": "{tasks: 0}"},
+        "yardstick judges in evaluation, and evaluation.tasks=0 evaluates nothing: remove yardstick, or evaluation.tasks",
+    ),
     ({"rewards": "[{kind: countdown}, {kind: countdown}]"}, "line 5: rewards: rewards has countdown twice"),
     (
         {"stages": "[{name: a}, {name: b, generator: {kind: hf}}]"},
