@@ -254,21 +254,15 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _yardstick(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """As a default that another stage reads it is in order too."""
-    if stage.yardstick == (own_rewards(stage.environment) or stage.rewards) or _reads_yardstick(stage):
+    elsewhere = stage.evaluation.environment
+    readers = [one for one in config.stages if one.evaluation.tasks and one.evaluation.environment is None]
+    expected = stage.yardstick == (own_rewards(stage.environment) or stage.rewards)
+    if expected or any(one.yardstick == stage.yardstick for one in readers):
         return
-    if not any(other.yardstick == stage.yardstick and _reads_yardstick(other) for other in config.stages):
-        elsewhere = stage.evaluation.environment
-        because = (
-            "evaluation.tasks=0 evaluates nothing"
-            if elsewhere is None
-            else f"evaluation.environment={_named(elsewhere)} is judged by its own reward"
-        )
-        other = "evaluation.environment" if elsewhere is not None else "evaluation.tasks"
-        yield clash(f"yardstick judges in evaluation, and {because}: remove yardstick, or {other}", "yardstick", other)
-
-
-def _reads_yardstick(stage: StageConfig) -> bool:
-    return stage.evaluation.tasks > 0 and stage.evaluation.environment is None
+    key, why = "evaluation.tasks", "evaluation.tasks=0 evaluates nothing"
+    if elsewhere is not None:
+        key, why = "evaluation.environment", f"evaluation.environment={_named(elsewhere)} is judged by its own reward"
+    yield clash(f"yardstick judges in evaluation, and {why}: remove yardstick, or {key}", "yardstick", key)
 
 
 def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
