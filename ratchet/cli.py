@@ -38,6 +38,10 @@ def train(
     profile: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Profile N steps, after a few: a trace and a table in profile/.")
     ] = None,
+    try_s: Annotated[
+        float | None,
+        typer.Option("--try", min=0, metavar="SECONDS", help="Only try it: each stage ends after so long, or three steps."),
+    ] = None,
 ) -> None:
     """Train by a recipe, or continue an interrupted run."""
     if profile is not None:  # before torch comes: its tracer would write progress notes of its own
@@ -46,13 +50,15 @@ def train(
 
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
+    if try_s is not None and resume is not None:
+        raise ConfigError("--try is about a run that begins: remove it, or --resume")
     if changed_data and resume is None:
         raise ConfigError("--changed-data is about a run that goes on: give --resume RUN_DIRECTORY, or leave it out")
     command = " ".join(["ratchet", *sys.argv[1:]])
     if resume is not None:
         raise typer.Exit(resume_run(resume, command=command, profile=profile, changed_data=changed_data))
     assert recipe is not None
-    raise typer.Exit(start_run(recipe, overrides or [], run_dir, command=command, profile=profile))
+    raise typer.Exit(start_run(recipe, overrides or [], run_dir, command=command, profile=profile, try_s=try_s))
 
 
 @app.command()
@@ -78,18 +84,23 @@ def plan(
     recipe: Annotated[Path, typer.Argument(help="A recipe (YAML).")],
     overrides: Overrides = None,
     probe: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Try each stage for at most so long, to know its time.")
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Train each stage for so long, to know what it takes.")
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(metavar="2x8xH100", help="Plan for these accelerators: nodes x accelerators x kind.")
     ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Keep the plan there: the run's report then says what became of it.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict memory and time of a recipe, before anything is spent."""
+    from ratchet.checkpoint.rundir import RunDirectory
     from ratchet.config.loader import load_config
     from ratchet.tools.plan_show import show_plan
 
-    show_plan(load_config(recipe, overrides or []), cluster=cluster, probe_s=probe, as_json=json)
+    config, directory = load_config(recipe, overrides or []), None if run_dir is None else RunDirectory(run_dir)
+    show_plan(config, cluster=cluster, probe_s=probe, directory=directory, as_json=json)
 
 
 @app.command(name="eval")

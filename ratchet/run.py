@@ -55,6 +55,7 @@ class Records(Protocol):
 
 
 OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: try again, and it goes on
+TRIED = 3  # steps that a run with limit_s has at least: one warms up, and of one nobody knows whether it was as others are
 PAUSED = 77  # EX_NOPERM: somebody is to look first, and then it goes on
 
 
@@ -87,7 +88,8 @@ class Progress:
 class Run:
     """first_step, last_step: the range [first, last) that is left, in step numbers of the whole run. observers: called with
     every step's metrics. trainable: what of the policy trains, told with the first step. save: writes a checkpoint that says
-    so many steps are done. deadline: of the monotonic clock; a step that would not end before it is not begun."""
+    so many steps are done. deadline: of the monotonic clock; a step that would not end before it is not begun. limit_s: seconds
+    of training, after which the stage ends as if it had no step left, but for its first few."""
 
     name: str
     algorithm: Algorithm
@@ -111,6 +113,7 @@ class Run:
     save_every: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
     deadline: float | None = None
+    limit_s: float | None = None
     progress: Progress = field(default_factory=Progress)
     profiler: Profiler | None = None
     parity: ParityGate | None = None
@@ -119,6 +122,7 @@ class Run:
     _unsent: int | None = None  # the version that the generator lacks
     _updates: list[dict[str, float]] = field(default_factory=list)  # of the step in progress
     _step_started: float = 0.0
+    _processor_started: float = 0.0
     _longest: float = 0.0  # seconds of a step, with what it evaluated and saved
 
     def __post_init__(self) -> None:
@@ -131,7 +135,7 @@ class Run:
             self._updates = []
             if self.profiler is not None:
                 self.profiler.begin_step()
-            self._step_started = time.monotonic()
+            self._step_started, self._processor_started = time.monotonic(), time.process_time()
             yield step
             self._longest = max(self._longest, time.monotonic() - self._step_started)
             if self.profiler is not None:
@@ -177,7 +181,7 @@ class Run:
         if self.recorder is not None:
             trained = {name: self.roles[name] for name in self.algorithm.losses}
             self.recorder.add(step + 1, self.name, groups, batch, self.algorithm.token_weights, trained)
-        seconds = time.monotonic() - self._step_started
+        seconds, processor_s = time.monotonic() - self._step_started, time.process_time() - self._processor_started
         numbers = measure_groups(groups) | measure_staleness(groups, step) | self.batcher.measure(groups)
         if self.environment_numbers is not None:
             new = [group for group in groups if not group.uses]
@@ -190,12 +194,12 @@ class Run:
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
         made = numbers.get("generated_tokens", numbers["trained_tokens"])
-        self.metrics.add("time", {"step_s": seconds, "tokens_per_s": made / seconds})
+        self.metrics.add("time", {"step_s": seconds, "processor_s": processor_s, "tokens_per_s": made / seconds})
         self.done = done = step + 1
         self._watch_time()
         # To be stopped means: save now. Only the last step's evaluation is kept, as no later step could make up for it.
         due = self._due(done, self.evaluate_every) and self.stop.status is None
-        if done == self.last_step or due:
+        if self._last or due:
             faults.point("step.evaluate")
             note(RUN, f"began to evaluate after step {done}")
             with self._profiled("evaluate"):
@@ -214,7 +218,7 @@ class Run:
         ):
             log.warning("a sentinel pauses the run: saving")
             self.stop.status = PAUSED
-        ends = self.stop.status is not None or self.progress.ended or done == self.last_step
+        ends = self.stop.status is not None or self._last
         if self.save is not None and (ends or self._due(done, self.save_every)):
             note(RUN, f"began to save step {done}")
             with self._profiled("save"):
@@ -239,6 +243,8 @@ class Run:
         if self.deadline is not None and self.stop.status is None and now + another > self.deadline:
             log.warning("no time for another step (checkpoint.limit_s): saving")
             self.stop.status = OUT_OF_TIME
+        if self.limit_s is not None and self.progress.seconds >= self.limit_s and self.done >= self.origin + TRIED:
+            self.progress.ended = True
 
     async def _probe(self, done: int, groups: Sequence[Group]) -> Findings:
         if self.probes is None or not self.probes.due(done - self.origin):
@@ -271,6 +277,10 @@ class Run:
 
     def _profiled(self, part: str) -> AbstractContextManager[None]:
         return nullcontext() if self.profiler is None else self.profiler.phase(part)
+
+    @property
+    def _last(self) -> bool:
+        return self.progress.ended or self.done == self.last_step
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and (done - self.origin) % every == 0

@@ -73,3 +73,17 @@ def test_weights_are_sent_when_somebody_reads_them(kind: str, pushed: list[int])
     run.link, run.evaluate_every = FakeLink(), 2
     asyncio.run(train(run))
     assert run.link.pushed == pushed
+
+
+def test_a_stage_may_end_after_so_many_seconds_as_if_it_had_no_step_left():
+    run = run_of(construct(resolve("algorithm", {"kind": "sft"})), [SAME] * 5)
+    saved: list[int] = []
+
+    async def save(done: int) -> None:
+        saved.append(done)
+
+    run.link, run.limit_s, run.save = FakeLink(), 0.0, save
+    asyncio.run(train(run))
+    assert (run.done, run.progress.ended) == (3, True)
+    assert run.link.pushed == [3]  # for the evaluation at the end
+    assert saved == [3]

@@ -26,6 +26,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"  # resolved: what resume and replay read
+        self.plan = path / "plan.json"  # what was predicted of the run, where it was
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
         self.tensorboard = path / "tensorboard"
@@ -71,13 +72,26 @@ class RunDirectory:
             except OSError as error:
                 raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
             return
-        changed = differences(self.read_config(), config)
-        if changed:
-            more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+        if changed := _changed(self.read_config(), config):
             raise RunDirectoryError(
-                f"{self.path} belongs to a run with another recipe; different: {'; '.join(changed[:MAX_NAMED])}{more}. "
+                f"{self.path} belongs to a run with another recipe; different: {changed}. "
                 "Give this run another --run-dir, or resume with the same recipe"
             )
+
+    def expect(self, recipe: Mapping[str, Any]) -> None:
+        """That what is here is of this recipe, as it was written: a run, or a plan of one. Raises RunDirectoryError naming the
+        keys that differ."""
+        try:
+            planned = json.loads(self.plan.read_text(encoding="utf-8"))["recipe"] if self.plan.exists() else recipe
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunDirectoryError(f"{self.plan} is no plan: {error!r}; remove it") from error
+        begun = self.read_config() if self.used else recipe
+        for what, there in (("run", begun), ("plan", planned)):
+            if changed := _changed(there, recipe):
+                raise RunDirectoryError(
+                    f"{self.path} has the {what} of another recipe; different: {changed}. Choose another --run-dir, or "
+                    + (f"plan {self.config}" if what == "run" else f"remove {self.plan}")
+                )
 
     @property
     def used(self) -> bool:
@@ -139,6 +153,13 @@ def _describe_holder(content: bytes) -> str:
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (ValueError, KeyError, TypeError):  # it has the lock, and has not yet said who it is
         return "another process"
+
+
+def _changed(before: Any, now: Any) -> str:
+    """The first differences, or nothing."""
+    changed = differences(before, now)
+    more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+    return "; ".join(changed[:MAX_NAMED]) + more
 
 
 def differences(before: Any, now: Any, where: str = "") -> list[str]:

@@ -6,9 +6,11 @@ import ctypes
 import gc
 import mmap
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from ratchet.config.base import Section
@@ -103,6 +105,15 @@ def keep_freed_memory() -> None:
     if block:
         libc.madvise(-(-block // mmap.PAGESIZE) * mmap.PAGESIZE, HEAP - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
         libc.free(block)
+
+
+def peak_memory() -> int:
+    """Bytes of main memory that this process had at its largest."""
+    status = Path("/proc/self/status")  # Linux's getrusage also counts what the parent had when it started this process
+    lines = status.read_text().splitlines() if status.exists() else []
+    if of_this := [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]:
+        return of_this[0] * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def freeze(config: RunConfig) -> RunConfig:

@@ -63,12 +63,15 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
+    """peak_mib: of the process that finished the run, at its largest."""
+
     stages: tuple[StageSummary, ...]
     command: str
     seed: int
     threads: int
     device: str
     versions: Mapping[str, str | None] = field(default_factory=installed_versions)
+    peak_mib: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The schema of `summary.json`."""
@@ -79,6 +82,7 @@ class RunSummary:
             "versions": dict(self.versions),
             "threads": self.threads,
             "device": self.device,
+            "peak_mib": self.peak_mib,
         }
 
     def write(self, path: Path) -> None:

@@ -1,20 +1,21 @@
 """`ratchet plan`: what a recipe will take, before anything is spent: memory by phase and role, time by phase.
 
-Memory follows from shapes. Time on this machine is measured by a few steps of each stage (`ratchet.tools.probe`); that of
-accelerators that are not here is estimated from what their makers state (`ratchet.tools.accelerators`).
+Memory follows from shapes, or from what a short run of it took, and what that was too short to see. Time on this machine is
+measured by that run (`ratchet.tools.probe`); that of accelerators that are not here is estimated from what their makers state
+(`ratchet.tools.accelerators`).
 
 P = parameters of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.assemble import build_arena, template_of
 from ratchet.config.kinds import construct
-from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.config.schema import RecordConfig, RunConfig, StageConfig
 from ratchet.data.renderer import Renderer
 from ratchet.errors import ConfigError, ModelError
 from ratchet.experience.tasks import TaskStream
@@ -28,7 +29,9 @@ from ratchet.models.hf import read_config
 from ratchet.models.load import find_model
 from ratchet.models.lora_targets import targets_of
 from ratchet.models.presets import preset
+from ratchet.observe.recorder import MOST_STEPS, MOST_TOKENS
 from ratchet.stage import Arena
+from ratchet.tools.probe import Probe
 from ratchet.types import Task
 
 MIB = 2**20
@@ -40,6 +43,9 @@ MOMENTS: Mapping[str, float] = {
 }  # bytes a weight that optimizers keep, where not two moments
 TASKS = 64  # whose lengths are looked at
 SLOT = 8 + 4 + 4  # bytes of a token that the engine keeps for a running request: its id, two log-probabilities
+RECORDED_ROW, RECORDED_TOKEN = 400, 30  # bytes that the record keeps of each until a file is written
+WRITTEN = 2  # times that they are there by then: as they came, and as the file has them
+COPY = "copy for checkpoints"
 
 
 @dataclass(frozen=True)
@@ -68,13 +74,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """flop: of a step, by phase, at most."""
+    """flop: of a step, by phase, at most. recorded: steps that the record keeps in memory at a time, at most."""
 
     name: str
     steps: int
     load: Load
     memory: Memory
     flop: Mapping[str, float]
+    recorded: int
 
 
 @dataclass(frozen=True)
@@ -102,17 +109,41 @@ class Load:
         return {"sample": sampled, "score": self.passes * forward, "update": 3 * self.updates * forward}
 
 
-def plan_stage(config: RunConfig, index: int, device: Device) -> StagePlan:
-    """Raises ConfigError for an architecture whose costs are not known here, DataError for data that can't be read."""
-    stage, shape = config.stages[index], shape_of(config)
+def plan_stage(config: RunConfig, index: int, cost: Cost, device: Device) -> StagePlan:
+    """cost: of the model that the run begins with. Raises DataError for data that can't be read."""
+    stage = config.stages[index]
     algorithm: Algorithm = construct(stage.algorithm)
-    load = load_of(config, index, algorithm, shape)
-    memory = memory_of(stage, algorithm, Cost(shape), device, load)
-    return StagePlan(stage.name, stage.steps, load, memory, load.flop(Cost(shape)))
+    load = load_of(config, index, algorithm, cost.shape)
+    memory, recorded = memory_of(stage, algorithm, cost, device, load), recorded_steps(stage, config.record, load)
+    if recorded:
+        share = min(1.0, (config.record.groups or stage.batch_size) / stage.batch_size)
+        each = share * (load.rows * RECORDED_ROW + load.tokens * RECORDED_TOKEN)
+        memory = replace(memory, held={**memory.held, "record": int(WRITTEN * recorded * each)})
+    return StagePlan(stage.name, stage.steps, load, memory, load.flop(cost), recorded)
+
+
+def run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
+    """Bytes of the process at its largest, over all stages. A short run has seen everything but the longest files of the
+    record, and copies for checkpoints."""
+    if probe is None:
+        return max(plan.memory.peak for plan in plans)
+    copy = max(plan.memory.held.get(COPY, 0) for plan in plans)
+    found = list(zip(plans, probe.stages, strict=True))
+    most = max(probed.tables * plan.recorded for plan, probed in found)
+    seen = max(probed.tables * probed.recorded for _, probed in found)
+    return probe.peak + copy + int(WRITTEN * max(0.0, most - seen))
+
+
+def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
+    """That lie in memory before their file is written: none are kept beyond a save."""
+    if not record.every:
+        return 0
+    recorded = min(stage.steps, stage.checkpoint.every or stage.steps) // record.every
+    return min(recorded, MOST_STEPS, -(-MOST_TOKENS // load.tokens))
 
 
 def shape_of(config: RunConfig) -> DecoderConfig:
-    """Of the model that the run begins with."""
+    """Of the model that the run begins with. Raises ConfigError for an architecture whose costs are not known here."""
     source = config.model
     if source.path is None:
         assert source.preset is not None, "the configuration lets neither path nor preset through without the other"
@@ -234,6 +265,8 @@ def _roles(stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device)
         found[f"{name}: optimizer"] = int(_trained(stage, cost) * MOMENTS.get(getattr(stage.optimizer, "kind", ""), 2 * MASTER))
         if stage.optimizer.ema_decay is not None:
             found[f"{name}: average"] = _trained(stage, cost) * MASTER
+    if stage.checkpoint.background and stage.checkpoint.every:
+        found[COPY] = sum(found.values())
     return found
 
 

@@ -9,40 +9,70 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.config.kinds import construct
+from ratchet.config.loader import plain
 from ratchet.config.schema import RunConfig
 from ratchet.config.tree import write_text
 from ratchet.errors import ConfigError
 from ratchet.executors.machine import freeze
 from ratchet.models.cost import Cost
+from ratchet.observe.files import replace_text
 from ratchet.tools.accelerators import ClusterSpec
-from ratchet.tools.plan import Device, Memory, StagePlan, frozen_parameters, plan_stage, shape_of, trained_parameters
+from ratchet.tools.plan import (
+    Device,
+    Memory,
+    StagePlan,
+    frozen_parameters,
+    plan_stage,
+    run_peak,
+    shape_of,
+    trained_parameters,
+)
 from ratchet.tools.plan_cluster import ClusterPlan, plan_cluster
-from ratchet.tools.probe import Probed, empty_process, probe_stage
+from ratchet.tools.probe import Probed, empty_process, probe
 
 
-def show_plan(config: RunConfig, *, cluster: str | None, probe_s: float | None, as_json: bool) -> None:
-    """Raises ConfigError for what can't be planned or doesn't fit, RatchetError where a probe fails."""
-    if cluster is not None and probe_s is not None:
-        raise ConfigError("--probe measures this machine, and --cluster plans for another: give one of them")
+def show_plan(
+    config: RunConfig, *, cluster: str | None, probe_s: float | None, directory: RunDirectory | None, as_json: bool
+) -> None:
+    """directory: of the run, that the plan is kept in too. Raises ConfigError for what can't be planned or doesn't fit,
+    RatchetError where a probe fails."""
+    if cluster is not None and (probe_s is not None or directory is not None):
+        raise ConfigError("--probe and --run-dir are about this machine, and --cluster plans for another: remove it, or them")
+    recipe = plain(config)
+    if directory is not None:
+        directory.expect(recipe)
     config, spec = freeze(config), None if cluster is None else ClusterSpec.parse(cluster)
+    cost, stages = Cost(shape_of(config)), range(len(config.stages))
     device = Device(config.device, empty_process(config) if spec is None else 0)
-    stages = [plan_stage(config, index, device) for index in range(len(config.stages))]
-    probes = [None if probe_s is None else probe_stage(config, index, limit_s=probe_s) for index in range(len(stages))]
-    clusters = [None if spec is None else on_cluster(config, index, plan, spec) for index, plan in enumerate(stages)]
-    found = list(zip(stages, probes, clusters, strict=True))
+    plans = [plan_stage(config, index, cost, device) for index in stages]
+    probed = None if probe_s is None else probe(config, limit_s=probe_s)
+    clusters = [None if spec is None else on_cluster(config, index, plan, cost, spec) for index, plan in enumerate(plans)]
+    found = list(zip(plans, [None] * len(plans) if probed is None else probed.stages, clusters, strict=True))
+    peak = run_peak(plans, probed) if spec is None else None
+    numbers = {"name": config.name, "peak_bytes": peak, "stages": [_numbers(*each) for each in found]}
+    if directory is not None:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        replace_text(directory.plan, json.dumps({**numbers, "recipe": recipe}, indent=2) + "\n")
     if as_json:
-        Console(soft_wrap=True).print_json(json.dumps([_numbers(*each) for each in found]))
+        Console(soft_wrap=True).print_json(json.dumps(numbers))
         return
     console = Console()
-    cost = Cost(shape_of(config))
     console.print(f"{config.name}: {cost.parameters:,} parameters, {cost.multiplied:,} of them multiplied with each token")
-    for stage, probed, divided in found:
-        _show(console, stage, probed, divided, spec)
+    for plan, tried, divided in found:
+        _show(console, plan, tried, divided, spec)
+    if peak is not None:
+        how = (
+            "by shapes alone"
+            if probed is None
+            else f"of which a run of {sum(s.steps for s in probed.stages)} steps had {_mib(probed.peak)}"
+        )
+        console.print(f"\nThe run takes {_mib(peak)} of main memory, {how}.")
 
 
-def on_cluster(config: RunConfig, index: int, plan: StagePlan, spec: ClusterSpec) -> ClusterPlan:
-    stage, cost = config.stages[index], Cost(shape_of(config))
+def on_cluster(config: RunConfig, index: int, plan: StagePlan, cost: Cost, spec: ClusterSpec) -> ClusterPlan:
+    stage = config.stages[index]
     algorithm = construct(stage.algorithm)
     trained, frozen = trained_parameters(stage, algorithm, cost), frozen_parameters(stage, algorithm, cost)
     return plan_cluster(stage, cost, plan.load, trained, frozen, spec)
@@ -63,16 +93,19 @@ def _show(
         console.print(f"limited by {divided.bound}. In the recipe:\n")
         console.print(write_text(divided.division.recipe()), markup=False, highlight=False)
         return
-    console.print(_memory_table(stage.memory, "memory of the process"))
+    console.print(_memory_table(stage.memory, "memory of the process, by shapes"))
     if probed is None:
         console.print("time: not known before it is tried: add --probe 30")
         return
     console.print(_time_table(probed.seconds, stage.steps))
     longest = max(probed.seconds, key=lambda part: probed.seconds[part])
     console.print(
-        f"measured over {probed.steps} steps from the run's first model; limited by {longest}. The process then took "
-        f"{probed.peak / 2**20:,.0f} MiB"
+        f"the median of the first {probed.steps} steps, with {probed.processor_s:.3g} s of processors; limited by {longest}"
     )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
 
 
 def _memory_table(memory: Memory, title: str) -> Table:
@@ -117,8 +150,10 @@ def _numbers(stage: StagePlan, probed: Probed | None, divided: ClusterPlan | Non
         "tokens": stage.load.tokens,
         "flop": dict(stage.flop),
         "memory": {"held": dict(memory.held), **{name: dict(parts) for name, parts in memory.phases.items()}},
-        "peak_bytes": memory.peak,
+        "shape_bytes": memory.peak,
     }
+    if probed is not None:
+        found |= {"probed_steps": probed.steps, "processor_s": probed.processor_s}
     if divided is not None:
         seconds = divided.seconds
         found |= {"bound": divided.bound, "recipe": divided.division.recipe()}

@@ -1,96 +1,114 @@
-"""A few steps of a stage in a process of their own: how long each part takes on this machine, and how much memory."""
+"""A short run of a recipe in a process of its own: how long each part of a step takes on this machine, and how much memory."""
 
 from __future__ import annotations
 
-import os
-import signal
+import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.config.loader import plain
-from ratchet.config.schema import RunConfig
+from ratchet.config.schema import CheckpointConfig, EvaluationConfig, RunConfig, StageConfig
 from ratchet.config.tree import write_text
 from ratchet.errors import RatchetError
+from ratchet.observe.record import Record
+from ratchet.observe.record_schema import SCHEMA
 from ratchet.observe.sinks import read_jsonl
 
-STEPS = 12  # and then it ends; what comes later takes as long
-POLL_S = 0.05
 PARTS = ("sample", "score", "update", "sync")
+MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Probed:
-    """seconds: of a step, by part, and "rest" for what is between them; the median over steps but the first, which warms up.
-    peak: bytes of the process at its largest."""
+    """Of a stage. seconds: of a step, by part, and "rest" for what is between them; the median over steps but the first, which
+    warms up. processor_s: of a step, all threads together. tables: bytes that the record kept of each step that it has,
+    and recorded: how many lay in memory at a time."""
 
     steps: int
-    seconds: dict[str, float]
+    seconds: Mapping[str, float]
+    processor_s: float
+    tables: float
+    recorded: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """peak: bytes of the process at its largest."""
+
+    stages: tuple[Probed, ...]
     peak: int
 
 
-def probe_stage(config: RunConfig, index: int, *, limit_s: float) -> Probed:
-    """A stage from the model that the run begins with, without evaluation. limit_s: after which no step more is begun. Raises
-    RatchetError where the run fails, or has not done two steps by then."""
+def probe(config: RunConfig, *, limit_s: float) -> Probe:
+    """All stages one after the other in one process, as the run has them: each from the model that the one before it left, with
+    the record, an evaluation and a save. limit_s: of a stage's training, after which no step more of it is begun, but
+    for its first few. Raises RatchetError where the run fails."""
     with tempfile.TemporaryDirectory(prefix="ratchet-plan-") as place:
-        recipe, run = Path(place) / "recipe.yaml", RunDirectory(Path(place) / "run")
-        recipe.write_text(write_text(_shortened(config, index)))
-        command = [sys.executable, "-m", "ratchet", "train", str(recipe), "--run-dir", str(run.path)]
-        peak, said = _train(command, run.metrics, limit_s)
-        rows = [row for row in read_jsonl(run.metrics) if "time/step_s" in row]
-        if len(rows) < 2:
-            name = config.stages[index].name
-            raise RatchetError(
-                f"stage {name}: no two steps in {limit_s:g} s: raise --probe. The run said: {said.strip()[-800:]}"
-            )
-        steps = rows[1:]
+        run, said = _train(Path(place), write_text(_shortened(config)), "--try", str(limit_s))
+        if not run.summary.exists():
+            raise RatchetError(f"a probe of {config.name} failed. The run said: {said.strip()[-800:]}")
+        rows, record = [row for row in read_jsonl(run.metrics) if "time/step_s" in row], Record(run.steps)
+        stages, ends = [], accumulate(stage.steps for stage in config.stages)
+        for stage, end in zip(config.stages, ends, strict=True):
+            own = [row for row in rows if end - stage.steps < row["step"] <= end]
+            stages.append(_probed(own, record, stage.name))
+        return Probe(tuple(stages), _peak(run))
+
+
+def _probed(rows: list[dict[str, Any]], record: Record, stage: str) -> Probed:
+    steps = rows[1:] or rows
     seconds = {part: median(step.get(f"time/{part}_s", 0.0) for step in steps) for part in PARTS}
     rest = median(step["time/step_s"] for step in steps) - sum(seconds.values())
-    return Probed(len(rows), {**seconds, "rest": max(0.0, rest)}, peak)
+    processor_s = median(step["time/processor_s"] for step in steps)
+    # A file is of one stage: it ends where a stage is saved.
+    files = [[facts.step for facts in file.steps] for file in record.files if file.steps[0].stage == stage]
+    longest = max(files, key=len, default=[])
+    tables = record.table(SCHEMA.names, steps=longest).nbytes / len(longest) if longest else 0.0
+    return Probed(len(rows), {**seconds, "rest": max(0.0, rest)}, processor_s, tables, len(longest))
 
 
-def _shortened(config: RunConfig, index: int) -> dict[str, Any]:
-    stage = config.stages[index]
-    short = stage.model_copy(
+def _shortened(config: RunConfig) -> dict[str, Any]:
+    logging = config.logging.model_copy(update={"sinks": (), "progress": "off"})
+    stages = tuple(_short(stage) for stage in config.stages)
+    return plain(config.model_copy(update={"stages": stages, "logging": logging, "run_dir": None}))
+
+
+def _short(stage: StageConfig) -> StageConfig:
+    """Evaluated and saved at its end alone, on as many tasks as are played at a time."""
+    tasks = min(stage.evaluation.tasks, getattr(stage.generator, "max_running", stage.evaluation.tasks))
+    evaluation = {"tasks": tasks, **_defaults(EvaluationConfig, "every", "patience", "metric", "min_gain")}
+    checkpoint = {"every": 0, **_defaults(CheckpointConfig, "limit_s", "keep_best", "metric", "end_with")}
+    return stage.model_copy(
         update={
-            "evaluation": stage.evaluation.model_copy(update={"tasks": 0, "every": 0}),
-            "checkpoint": stage.checkpoint.model_copy(update={"every": 0}),
+            "evaluation": stage.evaluation.model_copy(update=evaluation),
+            "checkpoint": stage.checkpoint.model_copy(update=checkpoint),
         }
     )
-    if getattr(stage.algorithm, "equal_rewards", None) == "drop":  # a model that always fails would have nothing to train on
-        short = short.model_copy(update={"algorithm": stage.algorithm.model_copy(update={"equal_rewards": "keep"})})
-    logging = config.logging.model_copy(update={"tensorboard": False, "sinks": (), "progress": "off"})
-    return plain(config.model_copy(update={"stages": (short,), "logging": logging, "run_dir": None}))
 
 
-def _train(command: Sequence[str], metrics: Path, limit_s: float) -> tuple[int, str]:
-    """(bytes at the largest, what it said on its way)"""
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        ends = time.monotonic() + limit_s
-        try:
-            ended, _, usage = os.wait4(process.pid, os.WNOHANG)
-            while not ended and time.monotonic() < ends and len(read_jsonl(metrics)) < STEPS:
-                time.sleep(POLL_S)
-                ended, _, usage = os.wait4(process.pid, os.WNOHANG)
-            if not ended:
-                process.send_signal(signal.SIGTERM)  # its step is finished, and then it ends
-                _, _, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            process.kill()
-            raise
-        said.seek(0)
-        return usage.ru_maxrss * _RSS_UNIT, said.read().decode(errors="replace")
+def _defaults(section: type[EvaluationConfig | CheckpointConfig], *names: str) -> dict[str, Any]:
+    return {name: section.model_fields[name].default for name in names}
 
 
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+def _train(place: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
+    """(the run, what it said on its way)"""
+    path, run = place / "recipe.yaml", RunDirectory(place / "run")
+    path.write_text(recipe)
+    command = [sys.executable, "-m", "ratchet", "train", str(path), "--run-dir", str(run.path), *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+    return run, done.stdout.decode(errors="replace")
+
+
+def _peak(run: RunDirectory) -> int:
+    return int(json.loads(run.summary.read_text())["peak_mib"] * MIB)
 
 
 EMPTY = """
@@ -98,23 +116,19 @@ name: empty
 model: {preset: tiny, overrides: {hidden_size: 32, n_layers: 1}}
 tokenizer: {kind: characters, alphabet: "0123456789="}
 environment: {kind: sorting, digits: 2}
-evaluation: {tasks: 0}
+evaluation: {tasks: 1}
 algorithm: {kind: grpo, group_size: 2}
 sampling: {max_new_tokens: 2}
 steps: 2
 batch_size: 1
-checkpoint: {every: 0}
-logging: {tensorboard: false, progress: "off"}
+logging: {progress: "off"}
 """
 
 
 def empty_process(config: RunConfig) -> int:
     """Bytes of a run that has next to nothing to compute: Python, PyTorch, and what they load on the way."""
     with tempfile.TemporaryDirectory(prefix="ratchet-plan-") as place:
-        recipe, run = Path(place) / "recipe.yaml", RunDirectory(Path(place) / "run")
-        recipe.write_text(f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
-        command = [sys.executable, "-m", "ratchet", "train", str(recipe), "--run-dir", str(run.path)]
-        peak, said = _train(command, run.metrics, limit_s=120)
+        run, said = _train(Path(place), f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
         if not run.summary.exists():
             raise RatchetError(f"an empty run failed on this machine: {said.strip()[-800:]}")
-    return peak
+        return _peak(run)

@@ -29,7 +29,7 @@ from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
-from ratchet.executors.machine import freeze, prepare_process
+from ratchet.executors.machine import freeze, peak_memory, prepare_process
 from ratchet.executors.torchrun import Launched, serve_rank
 from ratchet.experience.ledger import Ledger
 from ratchet.interfaces import Learner
@@ -54,11 +54,19 @@ from ratchet.tools.target import ADAPTER, AVERAGE, MODEL
 log = logging.getLogger("ratchet.train")
 
 
-def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, command: str, profile: int | None = None) -> int:
+def start_run(
+    recipe: Path,
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    *,
+    command: str,
+    profile: int | None = None,
+    try_s: float | None = None,
+) -> int:
     """Trains by a recipe in a fresh directory. Returns the exit status: 0, 128 + the signal that stopped it, or
-    what `ratchet.run` names. profile: how
-    many steps; None: none."""
-    config = freeze(load_config(recipe, overrides))
+    what `ratchet.run` names. profile: how many steps; None: none. try_s: seconds of training after which each stage ends."""
+    written = load_config(recipe, overrides)
+    config = freeze(written)
     launched = Launched.here()
     if launched is not None and launched.rank:
         return serve_rank(launched)
@@ -66,11 +74,13 @@ def start_run(recipe: Path, overrides: Sequence[str], run_dir: Path | None, *, c
     directory = RunDirectory(path)
     if directory.used:
         raise RunDirectoryError(f"{path} holds a run: continue it with --resume {path}, or choose another --run-dir")
-    if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
+    known = (".", directory.plan.name)
+    if path.is_dir() and any(not entry.name.startswith(known) for entry in path.iterdir()):
         raise RunDirectoryError(f"{path} holds other files: choose a --run-dir that is empty or does not exist")
+    directory.expect(plain(written))
     with directory.locked():
         directory.settle(plain(config))
-        return _run(Session(config, directory, command, profile))
+        return _run(Session(config, directory, command, profile, try_s=try_s))
 
 
 def resume_run(path: Path, *, command: str, profile: int | None = None, changed_data: bool = False) -> int:
@@ -138,9 +148,10 @@ class Session:
         profile: int | None = None,
         *,
         changed_data: bool = False,
+        try_s: float | None = None,
     ) -> None:
         self.config, self.directory, self.command, self.profile = config, directory, command, profile
-        self.changed_data = changed_data
+        self.changed_data, self.try_s = changed_data, try_s
         self.console = Console()
         self.store = CheckpointStore(directory.checkpoints)
         self.summaries: list[StageSummary] = []  # of finished stages
@@ -229,6 +240,7 @@ class Session:
             log.info("stage %s trains %s parameters of an adapter, %.2f %% of all", run.name, f"{trains:,}", 100 * share)
         before, self.measures = self.measures, run.evaluator and run.evaluator.measures
         run.deadline = None if policies.limit_s is None else self.began + policies.limit_s
+        run.limit_s = self.try_s
         run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
         files, recipe = files_of(stage.environment), plain(self.config)
         saver = Saver(self.store, run, policies, self.summaries, self.command, data=files, recipe=recipe)
@@ -309,7 +321,10 @@ class Session:
         for _, path in models:
             policy.tokenizer.save(path)
         faults.point("finish.tokenizer")
-        summary = RunSummary(tuple(self.summaries), self.command, config.seed, int(config.threads), config.device)
+        peak_mib = peak_memory() / 2**20
+        summary = RunSummary(
+            tuple(self.summaries), self.command, config.seed, int(config.threads), config.device, peak_mib=peak_mib
+        )
         summary.write(self.directory.summary)
         faults.point("finish.summary")
         self.console.print(summary.table())

@@ -59,6 +59,7 @@ def test_schema(tmp_path: Path) -> None:
         "versions": {"ratchet": "0.1.0"},
         "threads": 2,
         "device": "cpu",
+        "peak_mib": None,
     }
     assert [item.name for item in tmp_path.iterdir()] == ["summary.json"]
 

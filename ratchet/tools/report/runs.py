@@ -17,6 +17,7 @@ from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.errors import RunDirectoryError
 from ratchet.experience.ledger import Event
 from ratchet.observe.sinks import read_jsonl
+from ratchet.tools.report.predicted import predicted
 from ratchet.tools.report.rollouts import Rollouts
 
 MOST_ALARMS = 100  # of a run, that the page shows
@@ -36,13 +37,16 @@ class RunReader:
 
     def facts(self) -> dict[str, Any]:
         """What the page shows of the run beside its curves."""
+        summary, plan = _json(self.directory.summary, None), _json(self.directory.plan, None)
+        rows = read_jsonl(self.directory.metrics) if plan else []
         return {
             "name": self.name,
             "path": str(self.directory.path),
             "state": self.state(),
             "config": flat(self.directory.read_config()),
             "provenance": _json(self.directory.provenance, []),
-            "summary": _json(self.directory.summary, None),
+            "summary": summary,
+            "predicted": predicted(plan, rows, summary),
             "prompts": self.prompts(),
             "alarms": self.alarms(),
         }

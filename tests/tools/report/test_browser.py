@@ -1,6 +1,7 @@
 """The page in a real browser: what is drawn, opened, filtered and compared; that what a model wrote does nothing; and that no
 request leaves."""
 
+import json
 import os
 import re
 import shutil
@@ -281,6 +282,18 @@ def test_the_phases_of_the_steps(show, report):
     rows = page.locator(".panel").first.locator("tbody tr").all_inner_texts()
     assert [row.split()[:2] for row in rows] == [["sample", "50.0"], ["update", "25.0"], ["other", "25.0"]]
     assert sum(page.locator("canvas").first.evaluate(INKED).values()) > 1000
+
+
+def test_what_was_planned_stands_beside_what_was_measured(show, tmp_path):
+    run = make_run(tmp_path / "one")
+    stage = {"stage": "rl", "steps": 6, "step_s": 1.25}
+    run.plan.write_text(json.dumps({"peak_bytes": 96 * 2**20, "stages": [stage]}))
+    page = show(write_report([run.path], tmp_path / "r.html", rollouts=8).as_uri(), "time")
+    rows = page.locator(".predicted tbody tr").all_inner_texts()
+    assert [row.split("\t") for row in rows] == [
+        ["peak memory", "96 MiB", "–", "–"],  # it has not ended
+        ["rl: a step", "1.25 s", "1 s", "125.0 %"],
+    ]
 
 
 def test_the_first_step_that_differs(show, report):

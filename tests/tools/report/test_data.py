@@ -10,6 +10,7 @@ from tools.report.made_runs import grow, make_run
 
 from ratchet.data.builtin_tokenizers import byte_tokenizer, character_tokenizer
 from ratchet.errors import DataError, RunDirectoryError
+from ratchet.tools.report.predicted import predicted
 from ratchet.tools.report.runs import RunReader, columns_of, find_runs, flat, named
 from ratchet.tools.report.texts import TokenTexts
 from ratchet.tools.report.wire import pack
@@ -45,6 +46,19 @@ def test_arrays_are_packed_where_typed_arrays_may_begin():
 
 
 # --- a run
+
+
+def test_what_was_predicted_stands_beside_what_was_measured():
+    planned = {"steps": 3, "step_s": 2.0, "processor_s": 1.0}
+    plan = {"peak_bytes": 3 * 2**20, "stages": [{"stage": "sft", **planned}, {"stage": "rl", "steps": 9}]}
+    seconds = [9.0, 4.0, 2.0, 7.0]  # the first warms up; the last is of the other stage
+    rows = [{"step": step, "time/step_s": s, "time/processor_s": s / 2} for step, s in enumerate(seconds, 1)]
+    memory, step, processor = predicted(plan, [{"step": 0}, *rows], {"peak_mib": 4.0})
+    assert memory == {"what": "peak memory", "unit": "MiB", "predicted": 3.0, "measured": 4.0}
+    assert step == {"what": "sft: a step", "unit": "s", "predicted": 2.0, "measured": 3.0}
+    assert (processor["predicted"], processor["measured"]) == (1.0, 1.5)
+    assert [line["measured"] for line in predicted(plan, [], None)] == [None] * 3
+    assert predicted(None, rows, None) == []
 
 
 def test_metrics_are_columns_with_gaps():

@@ -2,7 +2,7 @@
 // Where the time of each step went.
 
 const PHASE = /^time\/(.+)_s$/;
-const NOT_PHASES = new Set(["time/step_s", "time/tokens_per_s"]);
+const NOT_PHASES = new Set(["time/step_s", "time/processor_s", "time/tokens_per_s"]);
 
 const Timeline = {
   title: "Time",
@@ -12,7 +12,15 @@ const Timeline = {
     refill(host, app.shown.map((run) => {
       const heading = el("h2", {}, el("i", { className: "dot", style: { background: run.color } }), run.name);
       if (!run.columns["time/step_s"]) return el("section", { className: "panel" }, heading, el("p", { className: "note" }, "No times."));
-      return el("section", { className: "panel", dataset: { run: run.index } }, heading, el("div", { className: "legend wide" }), el("div", { className: "plot" }), phaseTable(phases(run)));
+      return el(
+        "section",
+        { className: "panel", dataset: { run: run.index } },
+        heading,
+        el("div", { className: "legend wide" }),
+        el("div", { className: "plot" }),
+        phaseTable(phases(run)),
+        predictedTable(run.facts.predicted),
+      );
     }));
     for (const panel of host.querySelectorAll("[data-run]")) {
       const { xs, parts } = phases(app.runs[panel.dataset.run]);
@@ -44,6 +52,19 @@ function phases(run) {
 
 function sum(values) {
   return values.reduce((total, x) => total + x, 0);
+}
+
+/** What `ratchet plan` said of the run, and what became of it; null where nobody planned it. */
+function predictedTable(lines) {
+  if (!lines?.length) return null;
+  const number = (x, unit) => (x === null ? "–" : `${short(Number(x.toPrecision(3)))} ${unit}`);
+  const rows = lines.map(({ what, unit, predicted, measured }) => [
+    what,
+    number(predicted, unit),
+    number(measured, unit),
+    measured ? percent(predicted / measured) : "–",
+  ]);
+  return table(["Planned", "Predicted", "Measured", "Predicted of measured"], rows, "numbers predicted");
 }
 
 function phaseTable({ xs, parts }) {
