@@ -40,7 +40,7 @@ def train(
     ] = None,
     try_s: Annotated[
         float | None,
-        typer.Option("--try", min=0, metavar="SECONDS", help="Only try it: each stage ends after so long, or three steps."),
+        typer.Option("--try", min=0, metavar="SECONDS", help="Only try it: each stage ends after so long."),
     ] = None,
 ) -> None:
     """Train by a recipe, or continue an interrupted run."""
