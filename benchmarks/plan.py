@@ -35,7 +35,7 @@ CASES = {
         ),
     ),
     "lora": ("lora.yaml", ("stages.grpo.steps=32",)),
-    "reward model": ("reward_model.yaml", ("steps=60",)),
+    "reward model": ("reward_model.yaml", ("stages.reward_model.steps=60",)),
     "quick-start, 9 M parameters": (
         "quickstart.yaml",
         (LARGER, "stages.sft.batch_size=32", "stages.sft.steps=24", "stages.grpo.batch_size=8", "stages.grpo.steps=16"),
