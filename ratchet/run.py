@@ -24,7 +24,7 @@ from ratchet.evals.results import Results
 from ratchet.evals.scores import ScoreEvaluator
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.manager import RolloutManager
-from ratchet.experience.measure import measure_groups, measure_staleness
+from ratchet.experience.measure import SPREADS, measure_groups, measure_staleness, spread_attempts
 from ratchet.experience.parity import ParityGate
 from ratchet.experience.probes import Findings, Probes
 from ratchet.interfaces import Closeable, Learner, Link
@@ -123,6 +123,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.origin = self.done = self.first_step
+        self.metrics.declare("rollout", SPREADS)
 
     def steps(self) -> Iterator[int]:
         for step in range(self.first_step, self.last_step):
@@ -187,6 +188,8 @@ class Run:
         self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
         self.progress.silent_steps += self.measured.get("batch/advantage/zero_share") == 1.0
         self.metrics.add("rollout", numbers)
+        for labels, samples in spread_attempts(groups):
+            self.metrics.add("rollout", samples, of=labels)
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
         made = numbers.get("generated_tokens", numbers["trained_tokens"])

@@ -16,8 +16,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ratchet.config.sentinels import SentinelConfig, SentinelsConfig
 from ratchet.observe.files import replace_text
 from ratchet.types import POLICY, Failed, Group, Trajectory
@@ -140,13 +138,13 @@ class Exhibit(NamedTuple):
 
 def repetition(row: Trajectory) -> float | None:
     """Share of the n-grams of 8 tokens of what the policy wrote that were there before; None where it wrote fewer tokens."""
-    tokens = np.ascontiguousarray(row.tokens[row.owner == POLICY])
+    tokens = row.tokens[row.owner == POLICY]
     if len(tokens) < NGRAM:
         return None
-    grams = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
-    # As bytes they are compared whole: a hundred times as fast as rows of numbers.
-    whole = np.ascontiguousarray(grams).view(np.dtype((np.void, NGRAM * tokens.itemsize)))
-    return 1.0 - len(set(whole.ravel().tolist())) / len(grams)
+    # As bytes they are compared whole; cut by Python, as numpy's windows take longer to set up than a short row to cut.
+    size, whole = tokens.itemsize, tokens.tobytes()
+    starts = range(0, len(whole) - (NGRAM - 1) * size, size)
+    return 1.0 - len({whole[at : at + NGRAM * size] for at in starts}) / len(starts)
 
 
 def _surprise(row: Trajectory) -> float:

@@ -16,7 +16,7 @@ from ratchet.config.builtin import KINDS
 from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.evals.results import Attempt, Prompt, Results
-from ratchet.experience.measure import measure_groups, measure_staleness
+from ratchet.experience.measure import SPREADS, measure_groups, measure_staleness, spread_attempts
 from ratchet.generation import link_of
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.router import Router
@@ -24,6 +24,7 @@ from ratchet.generators.workers_config import WorkersConfig
 from ratchet.links.make import Between
 from ratchet.loop import train
 from ratchet.observe.metrics import MetricsManager
+from ratchet.observe.sinks import histograms_of
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
@@ -67,7 +68,9 @@ def of_run(kind: str, **more: Any) -> set[str]:
         "stages": [{**stage, "sampling": {"max_new_tokens": 5}, "evaluation": {"tasks": 4, "samples": 1}}],
     })  # fmt: skip
     names: set[str] = set()
-    run = build_run(settings, 0, build_policy(settings), observers=[lambda step, metrics: names.update(metrics)])
+    run = build_run(
+        settings, 0, build_policy(settings), observers=[lambda step, metrics: names.update(metrics, histograms_of(metrics))]
+    )
     asyncio.run(train(run))
     return names
 
@@ -81,6 +84,17 @@ def of_groups() -> dict[str, float]:
     ]
     groups = [make_group("g", rows)]
     return measure_groups(groups) | measure_staleness(groups, step=1)
+
+
+def of_labels() -> set[str]:
+    groups = [make_group("g", [replace(make_trajectory([1], [2], reward=1.0), metrics={"turns": 1.0})], tag="maths")]
+    groups = [replace(groups[0], task=replace(groups[0].task, environment="dataset"))]
+    metrics = MetricsManager()
+    metrics.declare("rollout", SPREADS)
+    for labels, samples in spread_attempts(groups):
+        metrics.add("rollout", samples, of=labels)
+    flushed = metrics.flush(0)
+    return {*flushed, *flushed.histograms}
 
 
 def of_tags() -> dict[str, float]:
@@ -97,7 +111,7 @@ def of_restarts() -> dict[str, float | None]:
 
 @pytest.fixture(scope="module")
 def reported() -> set[str]:
-    names = {f"rollout/{name}" for name in of_groups()} | set(of_restarts()) | of_run("sft", lora={"rank": 2})
+    names = {f"rollout/{name}" for name in of_groups()} | of_labels() | set(of_restarts()) | of_run("sft", lora={"rank": 2})
     names |= of_run("decoupled_ppo", examples=4, curriculum={}, rollouts=CHOSEN, steps=2)
     names |= {f"eval/{name}" for name in of_tags()}
     for kind, options in [*((kind, {}) for kind in KINDS["algorithm"]), *MORE]:
@@ -114,7 +128,7 @@ def listed() -> list[str]:
 
 def means(pattern: str, name: str) -> bool:
     loose = {"<part>": ".+", "<measured>": "[a-z_]+", "<kind>": "[a-z_]+", "<role>": "(policy|critic)", "<term>": "[a-z_]+"}
-    loose |= {"<k>": "[0-9]+", "<tag>": "[a-z]+"}
+    loose |= {"<k>": "[0-9]+", "<tag>": "[a-z]+", "<label>": "(tag/[a-z]+|env/[a-z]+)"}
     return re.fullmatch(re.sub(r"<\w+>", lambda found: loose[found[0]], pattern), name) is not None
 
 
