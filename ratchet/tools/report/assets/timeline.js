@@ -1,8 +1,12 @@
 "use strict";
-// Where the time of each step went.
+// Where the time of each step went, and what of the machine it took.
 
-const PHASE = /^time\/(.+)_s$/;
-const NOT_PHASES = new Set(["time/step_s", "time/tokens_per_s"]);
+const PHASE = /^time\/(.+)(?<!_per)_s$/;
+const NOT_PHASES = new Set(["time/step_s"]);
+const WORK = [
+  ["time/mfu", "FLOP utilisation (MFU)", percent], ["time/idle_share", "Nobody generates or trains", percent],
+  ["time/tflop_per_s", "TFLOP/s", short], ["time/tokens_per_s", "Tokens/s", short], ["time/samples_per_s", "Samples/s", short],
+];
 
 const Timeline = {
   title: "Time",
@@ -12,7 +16,7 @@ const Timeline = {
     refill(host, app.shown.map((run) => {
       const heading = el("h2", {}, el("i", { className: "dot", style: { background: run.color } }), run.name);
       if (!run.columns["time/step_s"]) return el("section", { className: "panel" }, heading, el("p", { className: "note" }, "No times."));
-      return el("section", { className: "panel", dataset: { run: run.index } }, heading, el("div", { className: "legend wide" }), el("div", { className: "plot" }), phaseTable(phases(run)));
+      return el("section", { className: "panel", dataset: { run: run.index } }, heading, el("div", { className: "legend wide" }), el("div", { className: "plot" }), phaseTable(phases(run)), machineTable(run));
     }));
     for (const panel of host.querySelectorAll("[data-run]")) {
       const { xs, parts } = phases(app.runs[panel.dataset.run]);
@@ -56,4 +60,15 @@ function phaseTable({ xs, parts }) {
     duration(sum(ys)),
   ]);
   return table(["Phase", "Share", "Mean a step", "Longest", "Together"], rows, "numbers");
+}
+
+/** Rates of the run's work, and what it took of the machine; null where nothing of it was measured. */
+function machineTable(run) {
+  const system = run.names.filter((name) => name.startsWith("system/"));
+  const named = system.map((name) => [name, name.slice("system/".length), name.endsWith("_share") ? percent : short]);
+  const rows = [...WORK, ...named].filter(([name]) => run.columns[name]).map(([name, label, format]) => {
+    const values = Array.from(run.columns[name]).filter((x) => Number.isFinite(x));
+    return [label, format(sum(values) / values.length), format(Math.min(...values)), format(Math.max(...values)), format(run.last(name))];
+  });
+  return rows.length ? table(["Work and machine", "Mean", "Least", "Most", "Last"], rows, "numbers machine") : null;
 }
