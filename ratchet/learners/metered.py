@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from torch import Tensor
 
@@ -25,14 +26,11 @@ class Spent:
     update: float = 3.0
     flop: float = 0.0
 
-    def read(self, role: str, lengths: Iterable[int], passes: float = 1.0) -> None:
+    def read(self, role: str, lengths: Sequence[int], passes: float = 1.0) -> None:
         """Rows of these lengths go through the role's model; a token attends to itself and those before it."""
-        if (cost := self.cost.get(role)) is not None:
-            tokens, pairs = 0, 0
-            for length in lengths:
-                tokens += length
-                pairs += length * (length + 1) // 2
-            self.flop += passes * cost.forward_flop(tokens, pairs / tokens) if tokens else 0.0
+        if (cost := self.cost.get(role)) is not None and (tokens := sum(lengths)):
+            pairs = (sum(map(mul, lengths, lengths)) + tokens) / 2
+            self.flop += passes * cost.forward_flop(tokens, pairs / tokens)
 
 
 class Metered(Around):

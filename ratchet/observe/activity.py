@@ -14,12 +14,14 @@ _NOTHING = nullcontext()
 
 
 class Activity:
-    """listener: is told of each part that has ended, None: nobody. attempts: of each attempt, likewise. clock: seconds."""
+    """listener: is told of each part that has ended, None: nobody. attempts: of an attempt, likewise, as long as there are any
+    attempts_left. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.listener: Listener | None = None
         self.attempts: Listener | None = None
+        self.attempts_left = 0
         self._busy_s, self._working, self._since = 0.0, 0, 0.0
 
     @property
@@ -53,7 +55,10 @@ class Activity:
 
     def attempt(self, group: str, number: int) -> AbstractContextManager[None]:
         """Attempts overlap."""
-        return _NOTHING if self.attempts is None else self._told(self.attempts, group, str(number))
+        if self.attempts is None or not self.attempts_left:
+            return _NOTHING
+        self.attempts_left -= 1
+        return self._told(self.attempts, group, str(number))
 
     @contextmanager
     def _told(self, listener: Listener, track: str, name: str) -> Iterator[None]:

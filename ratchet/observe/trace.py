@@ -39,7 +39,6 @@ class Trace:
         self._offset_s = time.time() - activity.clock()
         self._tracks: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
-        self._attempts = 0
         self._file: BinaryIO | None = path.open("r+b" if path.exists() else "w+b")
         kept = _whole(self._file.read())
         self._file.seek(0)
@@ -50,10 +49,10 @@ class Trace:
 
     def begin_step(self, step: int) -> None:
         """step: from 0, of the whole run."""
-        self._attempts = 0
         on = traced(step)
         self.activity.listener = self.span if on else None
         self.activity.attempts = self.attempt if on else None
+        self.activity.attempts_left = MOST_ATTEMPTS
 
     def span(self, track: str, name: str, start: float, end: float) -> None:
         """Times of the activity's clock, in seconds."""
@@ -65,11 +64,9 @@ class Trace:
         self._note("X", RUN, thread, name, ts=self._us(start), dur=self._us(end) - self._us(start))
 
     def attempt(self, group: str, name: str, start: float, end: float) -> None:
-        self._attempts += 1
-        if self._attempts <= MOST_ATTEMPTS:
-            known = {"cat": "attempt", "id": f"{group}#{name}"}
-            self._note("b", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(start), **known)
-            self._note("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(end), **known)
+        known = {"cat": "attempt", "id": f"{group}#{name}"}
+        self._note("b", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(start), **known)
+        self._note("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(end), **known)
 
     def flush(self) -> None:
         """A disk that fails costs the trace, and not the run."""

@@ -27,7 +27,7 @@ from ratchet.tools.train import resume_run, start_run
 
 KILLED = -9
 # What may differ: it says when, how fast, by which process and after which accidents.
-APART = ("run.log", "summary.json", "metrics.jsonl", "curve.svg", "tensorboard", "checkpoints", ".lock")
+APART = ("run.log", "trace.json", "summary.json", "metrics.jsonl", "curve.svg", "tensorboard", "checkpoints", ".lock")
 # Of a run, what takes long to import.
 MODULES = ("ratchet.testing.chaos", "ratchet.assemble", "tensorboard.compat.proto.event_pb2")
 
