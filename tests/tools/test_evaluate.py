@@ -14,6 +14,8 @@ import torch
 import yaml
 from rewards.fake_http import Answer, chat, serve
 
+from ratchet.checkpoint.rundir import RunDirectory
+from ratchet.config.tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
 from ratchet.evals.results import Results
 from ratchet.tools.evaluate import Asked, Evaluation, evaluate_target, where
@@ -117,10 +119,11 @@ def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_checkpoint_in_parts_is_refused(tmp_path: Path):
     run = saved_run(tmp_path)
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["stages"][0]["learner"] = {"kind": "dtensor"}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(ConfigError, match=r"stage first trained with learner.kind=dtensor.*end the run"):
+    config = RunDirectory(run).read_config()
+    for stage in config["stages"]:
+        stage["learner"] = {"kind": "dtensor"}
+    RunDirectory(run).config.write_text(write_text(config))
+    with pytest.raises(ConfigError, match=r"stage first trained with learner\.kind=dtensor.*end the run"):
         open_target(run, step=2)
 
 
