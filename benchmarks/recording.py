@@ -18,6 +18,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +27,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
+import ratchet.run
 from ratchet.assemble import build_policy, build_run
+from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RecordConfig, RunConfig
 from ratchet.data.packing import pack
 from ratchet.executors.machine import freeze, prepare_process
+from ratchet.experience.measure import spread_attempts
 from ratchet.loop import train
 from ratchet.observe.record import Record
 from ratchet.observe.recorder import Recorder
+from ratchet.observe.trace import tracing
 from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.tools.metering import Meter, metering
 from ratchet.types import Group
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
@@ -72,6 +78,47 @@ def seconds(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, fol
     if recorder is not None:
         recorder.close()
     return taken
+
+
+def measuring(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, folder: Path) -> dict[str, float]:
+    """Shares of the processor time of so many measured steps."""
+    policy = build_policy(config)
+    policy.model.load_state_dict(weights)
+    run = build_run(config, 1, policy)
+    run.last_step = run.first_step + steps
+    taken = dict.fromkeys(("attempts", "meter", "trace"), 0.0)
+
+    def counted(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **named: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return function(*arguments, **named)
+            finally:
+                taken[part] += time.thread_time() - started
+
+        return count
+
+    def spread(groups: Sequence[Group]) -> list[Any]:
+        """Drained into the metrics, as the run does."""
+        for labels, samples in spread_attempts(groups):
+            run.metrics.add("rollout", samples, of=labels)
+        return []
+
+    folder.mkdir()
+    with tracing(folder / "trace.json") as trace, metering(run, policy, config, 1, RunDirectory(folder), trace):
+        meter = run.meter
+        assert isinstance(meter, Meter)
+        assert trace is not None
+        ratchet.run.spread_attempts = counted("attempts", spread)
+        meter.begin, meter.measure = counted("meter", meter.begin), counted("meter", meter.measure)
+        meter.spent.read = counted("meter", meter.spent.read)
+        trace.span, trace.attempt = counted("trace", trace.span), counted("trace", trace.attempt)
+        trace.flush = counted("trace", trace.flush)
+        started = time.process_time()
+        asyncio.run(train(run))
+        whole = time.process_time() - started
+    ratchet.run.spread_attempts = spread_attempts
+    return {part: seconds / whole for part, seconds in taken.items()}
 
 
 def opened(steps: int, folder: Path) -> dict[str, float]:
@@ -124,8 +171,10 @@ def main() -> None:
         found["cost"] = statistics.median(recorded.wall_s / plain.wall_s for plain, recorded in pairs) - 1
         found["cpu_cost"] = statistics.median(recorded.cpu_s / plain.cpu_s for plain, recorded in pairs) - 1
         found["step_s"] = statistics.median(plain.wall_s for plain, _ in pairs) / options.steps
+        found["measuring"] = measuring(config, weights, options.steps, Path(name) / "measured")
         found["opened"] = opened(options.opened, Path(name) / "opened") if options.opened else None
     print(f"a record costs {found['cost']:+.1%} of a step's time, {found['cpu_cost']:+.1%} of its processor time")
+    print("measuring takes", ", ".join(f"{share:.2%} ({part})" for part, share in found["measuring"].items()))
     print(json.dumps(found))
 
 

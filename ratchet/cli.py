@@ -107,7 +107,10 @@ def plan(
 def evaluate(
     target: Annotated[
         str,
-        typer.Argument(help="A run or model directory, the address of an API (http://host/v1), or results of an evaluation."),
+        typer.Argument(
+            help="A run, a checkpoint (RUN/checkpoints/step-...) or model directory, the address of an API (http://host/v1), "
+            "or results of an evaluation."
+        ),
     ],
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of --on: path=test.jsonl")] = None,
     on: Annotated[
@@ -119,6 +122,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="TARGET", help="Another, evaluated alike: which of the two is better, prompt by prompt."),
     ] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Of a checkpoint of the run; default: its trained model.")] = None,
     tasks: Annotated[int | None, typer.Option(min=1, help="Held-out tasks; default: the recipe's.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Sampled attempts a task, beside the greedy one.")] = 4,
     greedy: Annotated[bool, typer.Option(help="One attempt a task at temperature 0.")] = True,
@@ -149,6 +153,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         seed=seed,
         generator=generator,
+        step=step,
         asked=Asked(model, api_key_env, concurrency, timeout_s, _object(body)),
     )
     evaluate_target(target, evaluation, against=against, out=out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -24,10 +24,11 @@ from ratchet.evals.results import Results
 from ratchet.evals.scores import ScoreEvaluator
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.manager import RolloutManager
-from ratchet.experience.measure import measure_groups, measure_staleness
+from ratchet.experience.measure import SPREADS, measure_groups, measure_staleness, spread_attempts
 from ratchet.experience.parity import ParityGate
 from ratchet.experience.probes import Findings, Probes
 from ratchet.interfaces import Closeable, Learner, Link
+from ratchet.observe.activity import ACTIVITY
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.profile import Profiler
 from ratchet.observe.sentinels import Sentinels
@@ -35,6 +36,8 @@ from ratchet.observe.waits import RUN, note
 from ratchet.types import Group
 
 log = logging.getLogger(__name__)
+
+STEPS = "steps"  # the track of a trace that has them and their phases
 
 Observer = Callable[[int, Mapping[str, float | None]], None]
 
@@ -52,6 +55,17 @@ class Records(Protocol):
         roles: Mapping[str, Learner],
     ) -> None: ...
     def flush(self) -> None: ...
+
+
+class StepMeter(Protocol):
+    """Who measures what a step takes (`ratchet.tools.metering.Meter`)."""
+
+    def begin(self, step: int) -> None: ...
+    def measure(self, groups: Sequence[Group], seconds: float) -> Mapping[str, Mapping[str, float]]:
+        """Metrics by prefix. seconds: since the step began."""
+        ...
+
+    def end(self) -> None: ...
 
 
 OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: try again, and it goes on
@@ -116,6 +130,7 @@ class Run:
     limit_s: float | None = None
     progress: Progress = field(default_factory=Progress)
     profiler: Profiler | None = None
+    meter: StepMeter | None = None
     parity: ParityGate | None = None
     sentinels: Sentinels | None = None
     probes: Probes | None = None
@@ -127,6 +142,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.origin = self.done = self.first_step
+        self.metrics.declare("rollout", SPREADS)
 
     def steps(self) -> Iterator[int]:
         for step in range(self.first_step, self.last_step):
@@ -135,8 +151,13 @@ class Run:
             self._updates = []
             if self.profiler is not None:
                 self.profiler.begin_step()
+            if self.meter is not None:
+                self.meter.begin(step)
             self._step_started, self._processor_started = time.monotonic(), time.process_time()
-            yield step
+            with ACTIVITY.span(STEPS, f"step {step + 1}"):
+                yield step
+            if self.meter is not None:
+                self.meter.end()
             self._longest = max(self._longest, time.monotonic() - self._step_started)
             if self.profiler is not None:
                 self.profiler.end_step()
@@ -146,7 +167,7 @@ class Run:
         """Times a part of the step; tests break the process at the start of one."""
         faults.point(f"step.{name}")
         note(RUN, f"began to {name} for step {self.done + 1}")
-        with self._profiled(name), self.metrics.phase(name):
+        with self._part(name), self.metrics.phase(name):
             yield
 
     async def compare(self, step: int, batch: Batch) -> None:
@@ -177,6 +198,10 @@ class Run:
             self._unsent = None
 
     async def after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        with ACTIVITY.span(STEPS, "after"):
+            await self._after(step, groups, batch)
+
+    async def _after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         self.batcher.ack(groups, step)
         if self.recorder is not None:
             trained = {name: self.roles[name] for name in self.algorithm.losses}
@@ -191,10 +216,15 @@ class Run:
         self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
         self.progress.silent_steps += self.measured.get("batch/advantage/zero_share") == 1.0
         self.metrics.add("rollout", numbers)
+        for labels, samples in spread_attempts(groups):
+            self.metrics.add("rollout", samples, of=labels)
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
         made = numbers.get("generated_tokens", numbers["trained_tokens"])
         self.metrics.add("time", {"step_s": seconds, "processor_s": processor_s, "tokens_per_s": made / seconds})
+        if self.meter is not None:
+            for prefix, found in self.meter.measure(groups, seconds).items():
+                self.metrics.add(prefix, found)
         self.done = done = step + 1
         self._watch_time()
         # To be stopped means: save now. Only the last step's evaluation is kept, as no later step could make up for it.
@@ -202,7 +232,7 @@ class Run:
         if self._last or due:
             faults.point("step.evaluate")
             note(RUN, f"began to evaluate after step {done}")
-            with self._profiled("evaluate"):
+            with self._part("evaluate"):
                 await self.evaluate()
         findings = await self._probe(done, groups)
         faults.point("step.log")
@@ -221,7 +251,7 @@ class Run:
         ends = self.stop.status is not None or self._last
         if self.save is not None and (ends or self._due(done, self.save_every)):
             note(RUN, f"began to save step {done}")
-            with self._profiled("save"):
+            with self._part("save"):
                 await self.save(done)
 
     def _heed(self, metrics: Mapping[str, float | None]) -> None:
@@ -275,8 +305,10 @@ class Run:
             await manager.close()
         await self.link.close()
 
-    def _profiled(self, part: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.profiler is None else self.profiler.phase(part)
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        with ACTIVITY.span(STEPS, name), nullcontext() if self.profiler is None else self.profiler.phase(name):
+            yield
 
     @property
     def _last(self) -> bool:

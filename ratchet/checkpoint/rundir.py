@@ -38,6 +38,7 @@ class RunDirectory:
         self.provenance = path / "provenance.json"
         self.curve = path / "curve.svg"
         self.profile = path / "profile"
+        self.trace = path / "trace.json"  # when each part of a step ran
         self.sentinels = path / "sentinels"  # evidence of alarms
         self.status = path / ".status"  # where the process of a run that is under way answers
         self._lock = path / ".lock"

@@ -61,6 +61,8 @@ class LoggingConfig(Section):
     progress: Literal["auto", "live", "plain", "off"] = Field(
         default="auto", description="Progress on the terminal; auto: live where it is one, else plain lines."
     )
+    system: bool = Field(default=True, description="Measure processors, memory, disk and accelerators in each step.")
+    trace: bool = Field(default=True, description="Write trace.json, which Perfetto shows: when each part of a step ran.")
     stall_s: float | None = Field(
         default=600.0,
         gt=0,

@@ -21,7 +21,7 @@ from ratchet.errors import DataError
 from ratchet.experience.guard import UserCodeFailed, finite, guarded
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Generator, OffersStops, OffersTools, Step
-from ratchet.observe.waits import Wait, waiting
+from ratchet.observe.waits import GENERATE, Wait, waiting
 from ratchet.types import (
     POLICY,
     Cancelled,
@@ -268,7 +268,7 @@ class Player:
             seed = seed_for(own.seed, number) if number else own.seed
             own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, room))
         play.waits_for = "the generator"
-        with waiting("attempts", "generate", "generator", self.timeout_s):
+        with waiting("attempts", GENERATE, "generator", self.timeout_s):
             completion = await self.generator.generate(strand.record.tokens(), own)
         play.waits_for = "the environment"
         start = strand.record.length

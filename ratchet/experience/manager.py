@@ -13,6 +13,7 @@ from ratchet.experience.episode import PromptMemo
 from ratchet.experience.guard import UserCodeFailed, finite, guarded, may_pass
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Reward
+from ratchet.observe.activity import ACTIVITY
 from ratchet.observe.waits import waiting
 from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated, Unjudged
 
@@ -108,10 +109,11 @@ class RolloutManager:
     async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
         own = replace(sampling, seed=seed_for(sampling.seed, group_id, attempt))
         retries = 0
-        rows = await self._play(task, own, attempt, memo)
-        while retries < self.retries and may_pass(rows[-1].outcome):
-            retries += 1
-            rows = await self._play(task, own, attempt, memo, fresh=True)
+        with ACTIVITY.attempt(group_id, attempt):
+            rows = await self._play(task, own, attempt, memo)
+            while retries < self.retries and may_pass(rows[-1].outcome):
+                retries += 1
+                rows = await self._play(task, own, attempt, memo, fresh=True)
         if retries:
             rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
         return (await self._judge(task, [rows]))[0] if self._judges_alone else rows

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 
 import numpy as np
 
+from ratchet.observe.reducers import Bins, Percentile, Reducer
 from ratchet.observe.sentinels import measure_repetition
 from ratchet.types import Failed, Group, Scored, Trajectory
+
+# Bins are fixed, so that steps, ranks and runs compare: of lengths by powers of two, of rewards by tenths around 0 and 1.
+LENGTHS = Bins((0.0, *(2.0**i for i in range(21))))
+REWARDS = Bins(tuple(i / 10 for i in range(-20, 31)))
+SPREADS: Mapping[str, Reducer] = {  # over the attempts of a step
+    "length_p50": Percentile(50),
+    "length_p95": Percentile(95),
+    "length_histogram": LENGTHS,
+    "reward_histogram": REWARDS,
+    "turns_p95": Percentile(95),
+}
+Labels = Mapping[str, str]
 
 
 def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
@@ -38,6 +51,44 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
         if rewards := [t.reward for t in greedy if t.reward is not None]:
             numbers["greedy_reward"] = fmean(rewards)
     return numbers
+
+
+def spread_attempts(groups: Sequence[Group]) -> Iterator[tuple[Labels, dict[str, list[float]]]]:
+    """What each attempt that somebody sampled was like, one number for each: those of all groups, how they are spread; then by
+    domain (`tag`) and by environment (`env`), where that is not the domain too, their reward, length, end and turns. Of an
+    attempt whose history forked all rows count together."""
+    found = [(group, _samples(group)) for group in groups if not group.uses]
+    by: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for group, samples in found:
+        tag, environment = group.task.tag, group.task.environment
+        for label in (("", ""), ("tag", tag), ("env", "" if environment == tag else environment)):
+            if samples["length_mean"] and (label[1] or not label[0]):
+                known = by.setdefault(label, {name: [] for name in samples})
+                for name, values in samples.items():
+                    known[name] += values
+    if everything := by.pop(("", ""), None):
+        lengths = dict.fromkeys(("length_p50", "length_p95", "length_histogram"), everything["length_mean"])
+        yield {}, {**lengths, "reward_histogram": everything["reward"], "turns_p95": everything["turns"]}
+    for (label, name), samples in by.items():
+        yield {label: name}, samples
+
+
+def _samples(group: Group) -> dict[str, list[float]]:
+    """Of the attempts that train, where the group was sampled."""
+    found: dict[str, list[float]] = {"reward": [], "length_mean": [], "truncated_share": [], "turns": []}
+    if not any(_is_sampled(row) for row in group.trajectories):
+        return found
+    for rows in group.attempts:
+        last = rows[-1]
+        if last.use != "train":
+            continue
+        found["length_mean"].append(float(sum(row.completion_length for row in rows)))
+        found["truncated_share"].append(float(last.truncated))
+        if (reward := last.reward) is not None:
+            found["reward"].append(reward)
+        if "turns" in last.metrics:
+            found["turns"].append(last.metrics["turns"])
+    return found
 
 
 def measure_staleness(groups: Sequence[Group], step: int) -> dict[str, float]:

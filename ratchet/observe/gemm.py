@@ -33,8 +33,9 @@ class Gemm:
         return cls(side, side, side)
 
 
-def gemm_rate(gemm: Gemm, *, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of this product by the threads that PyTorch has, the best of a few rounds. Draws no random number."""
+def gemm_rate(gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S) -> float:
+    """FLOP/s of this product by the threads that PyTorch has, the best of a few rounds, each of round_s to twice that. Draws no
+    random number."""
     a = torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device).view(gemm.rows, gemm.inner).to(dtype)
     b = torch.linspace(-1, 1, gemm.inner * gemm.columns, device=device).view(gemm.inner, gemm.columns).to(dtype)
     repeats = 1
@@ -48,6 +49,6 @@ def gemm_rate(gemm: Gemm, *, device: torch.device, dtype: torch.dtype) -> float:
         return time.perf_counter() - start
 
     seconds()  # warms up
-    while seconds() < ROUND_S:
+    while seconds() < round_s:
         repeats *= 2
     return repeats * gemm.flop / min(seconds() for _ in range(ROUNDS))

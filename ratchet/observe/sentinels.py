@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ratchet.config.sentinels import SentinelConfig, SentinelsConfig
 from ratchet.observe.files import replace_text
+from ratchet.observe.metrics import OF_THE_MACHINE
 from ratchet.types import POLICY, Failed, Group, Trajectory
 
 log = logging.getLogger(__name__)
@@ -257,7 +258,7 @@ class Sentinels:
             **dict(sentinel),
             "history": [*self.memories[name].latest(2 * sentinel.window)],
             # Seconds differ from run to run, and a resumed one leaves the same files.
-            "metrics": {key: number for key, number in metrics.items() if not key.startswith("time/")},
+            "metrics": {key: number for key, number in metrics.items() if not key.startswith(OF_THE_MACHINE)},
             "attempts": [_shown(exhibit) for exhibit in worst],
         }
         where = self._keep(f"step-{step:08d}-{name}.json", evidence)

@@ -13,11 +13,18 @@ from typing import Any, Protocol
 
 from ratchet import faults
 from ratchet.observe.files import replace_text
+from ratchet.observe.metrics import StepMetrics
+from ratchet.observe.reducers import Histogram
 
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | None]
 SINK_ERRORS = (OSError, RuntimeError, ValueError)
+
+
+def histograms_of(metrics: Metrics) -> Mapping[str, Histogram]:
+    """Those of the step, for a sink that can show them."""
+    return metrics.histograms if isinstance(metrics, StepMetrics) else {}
 
 
 class Sink(Protocol):
@@ -110,7 +117,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class TensorBoardSink:
-    """Scalars as TensorBoard event files (float32 there), written at once by TensorBoard's own record writer.
+    """Scalars (float32 there) and histograms as TensorBoard event files, written at once by TensorBoard's own record writer.
 
     Its `EventFileWriter` is not used: it imports TensorFlow where that is installed, and writes from a thread.
     keep_through: the step that the run resumes after; what earlier files hold of later steps is purged on display.
@@ -122,7 +129,7 @@ class TensorBoardSink:
 
         events: Any = event_pb2  # generated at import: a type checker sees empty modules
         summaries: Any = summary_pb2
-        self._event, self._summary = events.Event, summaries.Summary
+        self._event, self._summary, self._histogram = events.Event, summaries.Summary, summaries.HistogramProto
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a directory in the order of their names: a counter orders them whatever the clock does.
         count = sum(1 for _ in directory.glob("events.out.tfevents.*"))
@@ -133,10 +140,18 @@ class TensorBoardSink:
 
     def write(self, step: int, metrics: Metrics) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None]
+        values += [self._summary.Value(tag=name, histo=self._histo(found)) for name, found in histograms_of(metrics).items()]
         self._write(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:
         self._writer.close()
+
+    def _histo(self, found: Histogram) -> Any:
+        """Its first bin begins at the first limit, and is empty: below it TensorBoard has none."""
+        limits, counts = found.edges, [0.0, *map(float, found.counts)]
+        ends = {"min": found.lowest, "max": found.highest, "num": float(found.count)}
+        sums = {"sum": found.total, "sum_squares": found.squares}
+        return self._histogram(**ends, **sums, bucket_limit=limits, bucket=counts)
 
     def _write(self, **fields: Any) -> None:
         self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())

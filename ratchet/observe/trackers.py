@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct
 from ratchet.errors import ConfigError
 from ratchet.observe.config import MlflowConfig, PrometheusConfig, SwanlabConfig, TrackioConfig, WandbConfig
 from ratchet.observe.files import replace_text
-from ratchet.observe.sinks import Metrics, Sink
+from ratchet.observe.sinks import Metrics, Sink, histograms_of
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +75,21 @@ def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class RunSink:
-    """A tracker whose run has `log(metrics, step=)` and `finish()`, as most have since W&B had them."""
+    """A tracker whose run has `log(metrics, step=)` and `finish()`, as most have since W&B had them. histogram: its class for
+    such, made of `np_histogram=(counts, edges)`; None: it knows none."""
 
-    def __init__(self, name: str, begin: Callable[[], Any]) -> None:
-        self._name = name
+    def __init__(self, name: str, begin: Callable[[], Any], histogram: Callable[..., Any] | None = None) -> None:
+        self._name, self._histogram = name, histogram
         with as_os_error(name):
             self._run = begin()
 
     def write(self, step: int, metrics: Metrics) -> None:
         with as_os_error(self._name):
-            self._run.log(finite(metrics), step=step)
+            values: dict[str, Any] = finite(metrics)
+            if self._histogram is not None:
+                for name, found in histograms_of(metrics).items():
+                    values[name] = self._histogram(np_histogram=(np.array(found.counts), np.array(found.edges)))
+            self._run.log(values, step=step)
 
     def close(self) -> None:
         with as_os_error(self._name):
@@ -108,7 +115,7 @@ class WandbSink(RunSink):
                 settings=wandb.Settings(console="off", silent=True),
             )
 
-        super().__init__("wandb", begin)
+        super().__init__("wandb", begin, wandb.Histogram)
 
 
 class SwanlabSink(RunSink):
@@ -147,7 +154,7 @@ class TrackioSink(RunSink):
                 embed=False,
             )
 
-        super().__init__("trackio", begin)
+        super().__init__("trackio", begin, trackio.Histogram)
 
 
 class MlflowSink:

@@ -21,8 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ratchet.observe.activity import ACTIVITY
+
 log = logging.getLogger(__name__)
 
+GENERATE = "generate"  # what a generator is waited for to do: while it is, somebody works
 RUN = "the run"  # whose events are its phases
 MOST = 256  # parties whose last event is kept; those of which nothing was heard for longest are forgotten
 
@@ -68,12 +71,17 @@ _lock = threading.RLock()  # a signal may come while this thread holds it
 def begin(wait: Wait) -> Wait:
     with _lock:
         _waits[wait] = None
+        if wait.name == GENERATE:
+            ACTIVITY.begin()
     return wait
 
 
 def end(wait: Wait) -> None:
     with _lock:
-        _waits.pop(wait, None)
+        if wait in _waits:
+            del _waits[wait]
+            if wait.name == GENERATE:
+                ACTIVITY.end()
 
 
 def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:

@@ -20,13 +20,14 @@ from typing import Any
 from ratchet import faults
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import MANIFEST, CheckpointStore
+from ratchet.observe.metrics import OF_THE_MACHINE
 from ratchet.observe.sinks import read_jsonl
 from ratchet.testing.forks import Forks
 from ratchet.tools.train import resume_run, start_run
 
 KILLED = -9
 # What may differ: it says when, how fast, by which process and after which accidents.
-APART = ("run.log", "summary.json", "metrics.jsonl", "curve.svg", "tensorboard", "checkpoints", ".lock")
+APART = ("run.log", "trace.json", "summary.json", "metrics.jsonl", "curve.svg", "tensorboard", "checkpoints", ".lock")
 # Of a run, what takes long to import.
 MODULES = ("ratchet.testing.chaos", "ratchet.assemble", "tensorboard.compat.proto.event_pb2")
 
@@ -195,7 +196,7 @@ def _files(run: Path) -> set[str]:
 
 def _metrics(run: Path) -> list[Any]:
     rows = read_jsonl(run / "metrics.jsonl")
-    return [(row["step"], {name: value for name, value in row.items() if not name.startswith("time/")}) for row in rows]
+    return [(row["step"], {name: value for name, value in row.items() if not name.startswith(OF_THE_MACHINE)}) for row in rows]
 
 
 def _summary(run: Path) -> list[Any]:

@@ -41,7 +41,7 @@ from ratchet.observe.summary import installed_versions
 from ratchet.rewards.config import EndpointConfig
 from ratchet.rewards.http import Endpoint
 from ratchet.stage import Arena, Plan, Policy
-from ratchet.tools.target import Target, open_target, require_config
+from ratchet.tools.target import Target, checkpoint_of, open_target, require_config
 from ratchet.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Asked:
 @dataclass(frozen=True)
 class Evaluation:
     """What to evaluate on, and how; None: as the recipe of the target says. on: a kind of environment, or a path, with `words`
-    for keys."""
+    for keys. step: of the target's checkpoint; None: the trained model."""
 
     recipe: Path | None = None
     on: str | None = None
@@ -78,6 +78,7 @@ class Evaluation:
     max_new_tokens: int | None = None
     seed: int = 0
     generator: str | None = None
+    step: int | None = None
     asked: Asked = Asked()
 
 
@@ -94,7 +95,7 @@ def evaluate_target(target: str, evaluation: Evaluation, *, against: str | None 
     _settle(found, target, out, console)
     if against is None:
         return
-    other = _results(against, evaluation)
+    other = _results(against, replace(evaluation, step=None))
     assert isinstance(other, Results), "the same evaluation"
     _settle(other, against, None if out is None else out / "against", console)
     console.print(Markdown(comparison(compare(found, other), target, against)))
@@ -102,6 +103,8 @@ def evaluate_target(target: str, evaluation: Evaluation, *, against: str | None 
 
 def _results(target: str, evaluation: Evaluation) -> Results | ScoreLoss:
     path = Path(target)
+    if evaluation.step is not None and not RunDirectory(path).used:
+        raise ConfigError(f"--step {evaluation.step} is of a run, and {target} is none: leave it out")
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return Results.read(path)
     if is_endpoint(target):
@@ -114,9 +117,10 @@ def _settle(found: Results, target: str, out: Path | None, console: Console) -> 
     path = Path(target)
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return
-    title = f"{found.about.get('on')} by {target}"
+    title = f"{found.about.get('on')} by {found.about.get('target', target)}"
     console.print(Markdown(report(found, title)))
-    run = RunDirectory(path)
+    within = checkpoint_of(path)
+    run = RunDirectory(path if within is None else within[0])
     directory = out or _numbered((run.evals if run.used else Path("evals")) / str(found.about.get("on")).replace(":", "."))
     if keep(found, directory, title):
         console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
@@ -127,7 +131,7 @@ def _settle(found: Results, target: str, out: Path | None, console: Console) -> 
 
 
 def _of_model(path: Path, evaluation: Evaluation) -> Results | ScoreLoss:
-    target = open_target(path, evaluation.recipe, evaluation.generator)
+    target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
     arena, plan = where(config, evaluation)
     plan = replace(plan, sampling=target.policy.ends(plan.sampling))
@@ -138,7 +142,8 @@ def _of_model(path: Path, evaluation: Evaluation) -> Results | ScoreLoss:
     if evaluator is None:
         raise ConfigError(NOTHING)
     by = type(target.policy.generator).__name__
-    return _about(asyncio.run(_measured(target.policy, evaluator.run())), str(path), by, evaluation, evaluator)
+    name = str(path) if evaluation.step is None else f"{path}, step {evaluation.step}"
+    return _about(asyncio.run(_measured(target.policy, evaluator.run())), name, by, evaluation, evaluator)
 
 
 def _of_endpoint(url: str, evaluation: Evaluation) -> Results:

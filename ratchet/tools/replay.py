@@ -16,12 +16,12 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Column, Table
 
+from ratchet.observe.metrics import OF_THE_MACHINE
 from ratchet.observe.record_schema import LEARNED
 from ratchet.observe.sinks import read_jsonl
 from ratchet.tools.replaying import Played, Replay, changed_config
 
 NOT_EQUAL = 1  # the exit status
-CLOCK = ("time/",)  # metrics of it
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ async def verdicts(replay: Replay, steps: Sequence[int], changes: Sequence[str] 
 
 
 def comparable(played: Played) -> list[str]:
-    return [name for name in played.metrics if not name.startswith(CLOCK)]
+    return [name for name in played.metrics if not name.startswith(OF_THE_MACHINE)]
 
 
 def differences(replay: Replay, played: Played, recorded: Mapping[str, float | None]) -> Iterator[Difference]:

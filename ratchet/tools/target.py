@@ -1,14 +1,19 @@
-"""What `ratchet eval` and `ratchet chat` are pointed at: a run directory, or a Hugging Face model directory (or hub id)."""
+"""What `ratchet eval`, `chat` and `serve` are pointed at: a run directory, a checkpoint in it, or a Hugging Face model
+directory (or hub id)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
-from ratchet.assemble import build_policy, template_of
+from ratchet.assemble import adapter_of, begins_with, build_policy, template_of
+from ratchet.checkpoint.rundir import RunDirectory
+from ratchet.checkpoint.store import STEP, Checkpoint, CheckpointStore
 from ratchet.config.base import Section
+from ratchet.config.kinds import construct, resolve
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.config.section import section_from_words
@@ -16,6 +21,9 @@ from ratchet.data.tokenizer import load_tokenizer
 from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.executors.machine import freeze
 from ratchet.generators.workers_config import WorkersConfig
+from ratchet.learners.columns import SCALARS
+from ratchet.learners.config import LocalConfig, SpreadConfig
+from ratchet.models.heads import ScalarHead
 from ratchet.models.load import load_policy
 from ratchet.stage import Policy
 
@@ -26,17 +34,32 @@ AVERAGE = "model-ema"  # and the running average of its weights, where there is 
 
 @dataclass(frozen=True)
 class Target:
-    """model: directory of the weights. config: of the run, or of the recipe given beside a bare model; None without either."""
+    """model: directory of the weights. config: of the run, up to the stage that the weights are of, or of the recipe given
+    beside a bare model; None without either. exported: where a checkpoint's weights lie as long as this does."""
 
     model: Path
     policy: Policy
     config: RunConfig | None
+    exported: TemporaryDirectory[str] | None = None
 
 
-def open_target(path: Path, recipe: Path | None = None, generator: str | None = None) -> Target:
-    """generator: its kind; None: what the run trained with (the engine for a bare model), in this process. Raises
-    RunDirectoryError for a run that has no finished model yet."""
+def checkpoint_of(path: Path) -> tuple[Path, int] | None:
+    """(run, step) of a checkpoint's directory; None for any other."""
+    run, step = path.parent.parent, STEP.fullmatch(path.name)
+    if step is None or RunDirectory(run).checkpoints != path.parent or not RunDirectory(run).used:
+        return None
+    return run, int(step[1])
+
+
+def open_target(path: Path, recipe: Path | None = None, generator: str | None = None, *, step: int | None = None) -> Target:
+    """generator: its kind; None: what the run trained with (the engine for a bare model), in this process. step: of a
+    checkpoint, after which the weights of the run are wanted; None: at its end. Raises RunDirectoryError for a run that has no
+    finished model yet, CheckpointError for a checkpoint that is not there or damaged."""
+    if step is None and (found := checkpoint_of(path)) is not None:
+        path, step = found
     own = path / "config.yaml"
+    if step is not None:
+        return _open_step(path, step, recipe, generator)
     if not own.is_file():
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else template_of(config)
@@ -45,14 +68,60 @@ def open_target(path: Path, recipe: Path | None = None, generator: str | None = 
         section = None if generator is None else section_from_words("generator", generator)
         return Target(path, Policy.of(model, tokenizer, template=template, generator=section), config)
     if not (path / MODEL).is_dir():
-        raise RunDirectoryError(f"{path} has no finished model yet: go on with `ratchet train --resume {path}`")
+        steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
+        saved = f", or name a step of a checkpoint (--step {steps[-1]})" if steps else ""
+        raise RunDirectoryError(f"{path} has no finished model yet: go on with `ratchet train --resume {path}`{saved}")
     config = load_config(own)
-    # Where a run was trained says nothing about where it is looked at.
-    stages = tuple(stage.model_copy(update={"generator": _generator(stage, generator)}) for stage in config.stages)
-    model = ModelConfig(path=str(path / MODEL))
-    trained = config.model_copy(update={"device": "auto", "model": model, "stages": stages})
-    policy = build_policy(freeze(trained))
+    policy = _policy(config, path / MODEL, generator)
     return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
+
+
+def _policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
+    """Where a run was trained says nothing about where it is looked at."""
+    stages = tuple(stage.model_copy(update={"generator": _generator(stage, generator)}) for stage in config.stages)
+    trained = config.model_copy(update={"device": "auto", "model": ModelConfig(path=str(model)), "stages": stages})
+    return build_policy(freeze(trained))
+
+
+def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
+    directory = RunDirectory(path)
+    if not directory.used:
+        raise RunDirectoryError(
+            f"{path} holds no run (no config.yaml), so no step of it: leave out --step for a model directory"
+        )
+    whole = load_config(directory.config)
+    checkpoint = CheckpointStore(directory.checkpoints).load(step)
+    index = len(checkpoint.meta["summaries"])
+    config = whole.model_copy(update={"stages": whole.stages[: index + 1]})
+    exported = TemporaryDirectory(prefix="ratchet-step-")
+    _export(config, checkpoint, path, Path(exported.name))
+    policy = _policy(config, Path(exported.name), generator)
+    return Target(Path(exported.name), policy, config if recipe is None else freeze(load_config(recipe)), exported)
+
+
+def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) -> None:
+    """Writes the policy of a checkpoint of the last of these stages as the end of a run would. Raises ConfigError where it lies
+    in parts that several processes hold."""
+    index = len(config.stages) - 1
+    stage = config.stages[index]
+    if isinstance(stage.learner, SpreadConfig):
+        kind = getattr(stage.learner, "kind", "")
+        raise ConfigError(
+            f"stage {stage.name} trained with learner.kind={kind}, whose checkpoints hold a part for each process: "
+            f"end the run (`ratchet train --resume {run}`), and evaluate its model"
+        )
+    begun = begins_with(config, index, run)
+    alone = tuple(each.model_copy(update={"generator": resolve("generator", {})}) for each in begun.stages)
+    policy = build_policy(freeze(begun.model_copy(update={"device": "cpu", "stages": alone})))
+    adapter = adapter_of(config, index, run)
+    if adapter is not None:
+        policy.model.attach(adapter)
+    scores = SCALARS & construct(stage.algorithm).needs_of("policy")
+    head = ScalarHead(policy.model.hidden_size) if scores else None
+    learner = construct(LocalConfig(), policy.model, head=head)
+    learner.load(checkpoint.path / "policy")
+    learner.export(target)
+    policy.tokenizer.save(target)
 
 
 def _generator(stage: StageConfig, kind: str | None) -> Section:

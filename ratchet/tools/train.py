@@ -42,10 +42,12 @@ from ratchet.observe.recorder import Recorder
 from ratchet.observe.sentinels import Sentinels
 from ratchet.observe.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
 from ratchet.observe.summary import RunSummary, StageSummary
+from ratchet.observe.trace import Trace, tracing
 from ratchet.observe.trackers import Tracked, run_id, track
 from ratchet.observe.waits import stalls_told
 from ratchet.run import OUT_OF_TIME, PAUSED, Run, StopRequest
 from ratchet.stage import Policy
+from ratchet.tools.metering import metering
 from ratchet.tools.profiling import profiled_stage, profiling
 from ratchet.tools.saver import Saver, files_of
 from ratchet.tools.status import answers_status
@@ -158,6 +160,7 @@ class Session:
         self.ledger = Ledger(directory.ledger)
         self.sinks = Sinks([])
         self.recorder: Recorder | None = None
+        self.trace: Trace | None = None
         self.began = time.monotonic()
         self._profiled = 0  # the stage, where one is profiled
         self.measures: str | None = None  # what the latest stage was evaluated by
@@ -179,6 +182,8 @@ class Session:
             self.recorder = Recorder(self.config.record, self.directory.steps, seed=self.config.seed, keep_through=kept)
             try:
                 async with AsyncExitStack() as ends:
+                    wanted = self.directory.trace if self.config.logging.trace else None
+                    self.trace = ends.enter_context(tracing(wanted))
                     return await self._stages(await self._policy(ends, checkpoint), stop, checkpoint)
             except BaseException:
                 log.info("the run ends here", exc_info=True)  # a closed terminal would take the reason with it
@@ -256,7 +261,8 @@ class Session:
         self._note_provenance(run.first_step, saver.data)
         mode = self.config.logging.progress
         progress = show_progress(run.name, first_step=run.first_step, last_step=run.last_step, mode=mode, console=self.console)
-        with progress as show, self._profiling(index, run, policy), stalls_told(self.config.logging.stall_s):
+        measured = metering(run, policy, self.config, index, self.directory, self.trace)
+        with progress as show, measured, self._profiling(index, run, policy), stalls_told(self.config.logging.stall_s):
             run.observers = (self.sinks.write, show, saver.observe)
             async with AsyncExitStack() as ends:
                 ends.push_async_callback(run.close)

@@ -44,7 +44,7 @@ def trained(folder: Path, **keys: Any) -> tuple[Path, int]:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in found]
+    return [{name: value for name, value in row.items() if not name.startswith(("time/", "system/"))} for row in found]
 
 
 def test_what_is_best_and_since_when():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from ratchet.observe.metrics import Merge, MetricsManager
+from ratchet.observe.metrics import MetricsManager
+from ratchet.observe.reducers import Bins, Merge, Percentile
 
 
 def clock(*times: float) -> Callable[[], float]:
@@ -99,7 +102,7 @@ def test_a_phase_may_not_be_named_like_a_metric() -> None:
         pass
 
 
-@pytest.mark.parametrize("value", ["1.0", None, [1.0]])
+@pytest.mark.parametrize("value", ["1.0", None, ["1.0"], [1.0, None]])
 def test_only_numbers(value: object) -> None:
     with pytest.raises(TypeError):
         MetricsManager().add("a", {"x": value})  # pyright: ignore[reportArgumentType]
@@ -121,3 +124,53 @@ def test_phases_nest() -> None:
     with metrics.phase("outer"), metrics.phase("inner"):
         pass
     assert metrics.flush(1) == {"time/inner_s": 2.0, "time/outer_s": 7.0}
+
+
+def test_samples_by_domain_merge_as_they_were_declared() -> None:
+    metrics = MetricsManager()
+    metrics.declare("rollout", {"reward": "mean", "length_p50": Percentile(50)})
+    metrics.add("rollout", {"reward": [1.0, 0.0, 0.5], "length_p50": (7, 1, 3)}, of={"tag": "maths"})
+    metrics.add("rollout", {"reward": np.array([0.0])}, of={"tag": "maths"})
+    metrics.add("rollout", {"reward": [], "length_p50": 4}, of={"tag": "code"})
+    assert metrics.flush(1) == {
+        "rollout/tag/code/length_p50": 4.0,
+        "rollout/tag/maths/length_p50": 3.0,
+        "rollout/tag/maths/reward": 0.375,
+    }
+
+
+def test_a_metric_is_declared_once() -> None:
+    metrics = MetricsManager()
+    metrics.declare("rollout", {"reward": "max"})
+    metrics.declare("rollout", {"reward": "max"})
+    with pytest.raises(ValueError, match="declared as max and as mean"):
+        metrics.declare("rollout", {"reward": "mean"})
+    with pytest.raises(ValueError, match="is declared as max and reported as the min"):
+        metrics.add("rollout", {"reward": 1.0}, merge="min")
+
+
+def test_histograms_are_beside_the_numbers() -> None:
+    metrics = MetricsManager()
+    metrics.add("rollout", {"length": [0.0, 1.0, 3.0, 9.0, -1.0]}, merge=Bins((0.0, 1.0, 4.0)))
+    flushed = metrics.flush(1)
+    found = flushed.histograms["rollout/length"]
+    assert flushed == {}
+    assert found.counts == (2, 3)
+    assert (found.count, found.lowest, found.highest, found.total, found.squares) == (5, -1.0, 9.0, 12.0, 92.0)
+
+
+def test_ranks_hand_over_what_they_know() -> None:
+    ranks = [MetricsManager(), MetricsManager()]
+    for rank, values in zip(ranks, ([1.0, 2.0, 9.0], [4.0]), strict=True):
+        rank.add("policy", {"mean": values}, weight=2.0)
+        rank.add("policy", {"p50": values}, merge=Percentile(50))
+        rank.add("time", {"tokens_per_s": 100.0}, merge="rate", weight=values[0])
+    driver = MetricsManager()
+    for rank in ranks:
+        driver.merge(pickle.loads(pickle.dumps(rank.partials())))
+        assert rank.flush(1) == {}
+    assert driver.flush(1) == {"policy/mean": 4.0, "policy/p50": 3.0, "time/tokens_per_s": 40.0}
+    other = MetricsManager()
+    other.add("policy", {"mean": 1.0}, merge="sum")
+    with pytest.raises(ValueError, match=r"the mean of 'mean' .* the sum of 'mean'"):
+        driver.merge(other.partials())

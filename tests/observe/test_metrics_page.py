@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,24 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from observe.test_system import Nvml
 
 from ratchet.assemble import build_policy, build_run
 from ratchet.config.builtin import KINDS
 from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.evals.results import Attempt, Prompt, Results
-from ratchet.experience.measure import measure_groups, measure_staleness
+from ratchet.experience.measure import SPREADS, measure_groups, measure_staleness, spread_attempts
 from ratchet.generation import link_of
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.router import Router
 from ratchet.generators.workers_config import WorkersConfig
+from ratchet.learners.metered import Spent
 from ratchet.links.make import Between
 from ratchet.loop import train
+from ratchet.models.cost import Cost
+from ratchet.models.presets import preset
 from ratchet.observe.metrics import MetricsManager
+from ratchet.observe.sinks import histograms_of
+from ratchet.observe.system import SystemMeter
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.updates import Update, differentiated
+from ratchet.tools.metering import Meter
 from ratchet.types import Failed, Scored
 
 TEACHER = {"teacher": "nowhere"}
@@ -67,7 +75,9 @@ def of_run(kind: str, **more: Any) -> set[str]:
         "stages": [{**stage, "sampling": {"max_new_tokens": 5}, "evaluation": {"tasks": 4, "samples": 1}}],
     })  # fmt: skip
     names: set[str] = set()
-    run = build_run(settings, 0, build_policy(settings), observers=[lambda step, metrics: names.update(metrics)])
+    run = build_run(
+        settings, 0, build_policy(settings), observers=[lambda step, metrics: names.update(metrics, histograms_of(metrics))]
+    )
     asyncio.run(train(run))
     return names
 
@@ -83,6 +93,17 @@ def of_groups() -> dict[str, float]:
     return measure_groups(groups) | measure_staleness(groups, step=1)
 
 
+def of_labels() -> set[str]:
+    groups = [make_group("g", [replace(make_trajectory([1], [2], reward=1.0), metrics={"turns": 1.0})], tag="maths")]
+    groups = [replace(groups[0], task=replace(groups[0].task, environment="dataset"))]
+    metrics = MetricsManager()
+    metrics.declare("rollout", SPREADS)
+    for labels, samples in spread_attempts(groups):
+        metrics.add("rollout", samples, of=labels)
+    flushed = metrics.flush(0)
+    return {*flushed, *flushed.histograms}
+
+
 def of_tags() -> dict[str, float]:
     prompts = [Prompt(tag, tag, "", False, Attempt("scored", 1.0)) for tag in ("maths", "code")]
     return Results(tuple(prompts)).numbers()
@@ -95,11 +116,26 @@ def of_restarts() -> dict[str, float | None]:
     return metrics.flush(0)
 
 
+def of_work(path: Path) -> set[str]:
+    """Of `ratchet train`, on a machine with a GPU."""
+    for name, text in ((str(os.getpid()), "stat"), ("", "meminfo")):
+        (path / name).mkdir(exist_ok=True)
+        (path / name / text).write_text(
+            {"stat": "1 (a) R 0" + " 1" * 30, "meminfo": "MemTotal: 2 kB\nMemAvailable: 1 kB"}[text]
+        )
+    clock = iter(range(100))
+    system = SystemMeter(path, proc=path, nvml=Nvml(), clock=lambda: next(clock))
+    meter = Meter(Spent({"policy": Cost(preset("tiny", vocab_size=8))}), 1.0, system=system)
+    meter.begin(0)
+    found = meter.measure([make_group("g", [make_trajectory([1], [2], reward=1.0)])], 1.0)
+    return {f"{prefix}/{key}" for prefix, numbers in found.items() for key in numbers}
+
+
 @pytest.fixture(scope="module")
-def reported() -> set[str]:
-    names = {f"rollout/{name}" for name in of_groups()} | set(of_restarts()) | of_run("sft", lora={"rank": 2})
+def reported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    names = {f"rollout/{name}" for name in of_groups()} | of_labels() | set(of_restarts()) | of_run("sft", lora={"rank": 2})
     names |= of_run("decoupled_ppo", examples=4, curriculum={}, rollouts=CHOSEN, steps=2)
-    names |= {f"eval/{name}" for name in of_tags()}
+    names |= {f"eval/{name}" for name in of_tags()} | of_work(tmp_path_factory.mktemp("proc"))
     for kind, options in [*((kind, {}) for kind in KINDS["algorithm"]), *MORE]:
         names.update(of_algorithm(kind, options))
     names |= of_run("grpo", sentinels=PROBED)
@@ -114,7 +150,7 @@ def listed() -> list[str]:
 
 def means(pattern: str, name: str) -> bool:
     loose = {"<part>": ".+", "<measured>": "[a-z_]+", "<kind>": "[a-z_]+", "<role>": "(policy|critic)", "<term>": "[a-z_]+"}
-    loose |= {"<k>": "[0-9]+", "<tag>": "[a-z]+"}
+    loose |= {"<k>": "[0-9]+", "<tag>": "[a-z]+", "<i>": "[0-9]", "<label>": "(tag/[a-z]+|env/[a-z]+)"}
     return re.fullmatch(re.sub(r"<\w+>", lambda found: loose[found[0]], pattern), name) is not None
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ratchet.observe.metrics import MetricsManager
+from ratchet.observe.reducers import Bins
 from ratchet.observe.sinks import JsonlSink, Sinks, TensorBoardSink, read_jsonl
 
 METRICS = [
@@ -148,6 +150,24 @@ def test_tensorboard_reads_what_metrics_jsonl_says(tmp_path: Path) -> None:
     assert scalars(tmp_path / "tensorboard") == expected_scalars(tmp_path / "metrics.jsonl")  # before it is closed
     both.close()
     assert scalars(tmp_path / "tensorboard") == expected_scalars(tmp_path / "metrics.jsonl")
+
+
+def test_tensorboard_shows_histograms(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = MetricsManager()
+    metrics.add("rollout", {"length": [0.5, 3.0, 3.0, 9.0]}, merge=Bins((0.0, 1.0, 2.0, 4.0)))
+    metrics.add("rollout", {"reward": 1.0})
+    both = Sinks([TensorBoardSink(tmp_path / "tensorboard"), JsonlSink(tmp_path / "metrics.jsonl")])
+    both.write(1, metrics.flush(1))
+    both.close()
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "rollout/reward": 1.0}]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (found,) = events.Histograms("rollout/length")
+    value = found.histogram_value
+    assert (value.min, value.max, value.num, value.sum, value.sum_squares) == (0.5, 9.0, 4.0, 15.5, 99.25)
+    assert dict(zip(value.bucket_limit, value.bucket, strict=True)) == {0.0: 0.0, 1.0: 1.0, 2.0: 0.0, 4.0: 3.0}
 
 
 def test_tensorboard_after_two_resumes(tmp_path: Path) -> None:

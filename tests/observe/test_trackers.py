@@ -18,14 +18,18 @@ import pytest
 
 from ratchet.errors import ConfigError
 from ratchet.observe.config import MlflowConfig, PrometheusConfig, SwanlabConfig, TrackioConfig, WandbConfig
+from ratchet.observe.metrics import StepMetrics
+from ratchet.observe.reducers import Histogram
 from ratchet.observe.sinks import Metrics, read_jsonl
 from ratchet.observe.trackers import PrometheusSink, Tracked, finite, flat, run_id, track
 from ratchet.tools.train import resume_run, start_run
 
-STEPS = [
+NAME = "rollout/length_histogram"
+LENGTHS = Histogram(edges=(0.0, 1.0, 2.0, 4.0), counts=(1, 0, 2), lowest=0.5, highest=3.0, total=6.5, squares=18.25)
+STEPS: list[Metrics] = [
     {"rollout/reward": 0.1, "policy/loss": -1.5, "rollout/reward/a b@c": 3.0},
     {"rollout/reward": 1 / 3, "policy/loss": None, "policy/loss/nan": 1.0},
-    {"rollout/reward": 0.7, "policy/loss": 1e-30, "eval/accuracy": 0.25},
+    StepMetrics({"rollout/reward": 0.7, "policy/loss": 1e-30, "eval/accuracy": 0.25}, {NAME: LENGTHS}),
 ]
 Rows = dict[int, dict[str, float]]
 
@@ -144,6 +148,14 @@ def trackio_rows(path: Path) -> Rows:
     return {log["step"]: {name: value for name, value in log.items() if name not in ("step", "timestamp")} for log in logs}
 
 
+HISTOGRAMS = {  # of those that know such, as they keep them
+    "wandb": {
+        f"{NAME}/_type": "histogram",
+        f"{NAME}/values": [1, 0, 2],
+        f"{NAME}/bins": [0.0, 1.0, 2.0, 4.0],
+    },
+    "trackio": {NAME: {"_type": "trackio.histogram", "values": [1, 0, 2], "bins": [0.0, 1.0, 2.0, 4.0]}},
+}
 READERS = {"wandb": wandb_rows, "swanlab": swanlab_rows, "mlflow": mlflow_rows, "trackio": trackio_rows}
 
 
@@ -154,6 +166,8 @@ def test_what_was_kept_offline(kind: str, tmp_path: Path) -> None:
     found = READERS[kind](tmp_path)
     if kind == "mlflow":  # it takes fewer characters in a name than others
         found[1]["rollout/reward/a b@c"] = found[1].pop("rollout/reward/a b_c")
+    for name, value in HISTOGRAMS.get(kind, {}).items():
+        assert found[3].pop(name) == value
     assert found == expected(STEPS)
 
 

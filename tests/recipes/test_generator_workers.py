@@ -53,7 +53,7 @@ def metrics_of(settings, executor, directory, *, ledger=None):
     found = []
 
     def observe(step, metrics):
-        found.append({name: value for name, value in metrics.items() if not name.startswith("time/")})
+        found.append({name: value for name, value in metrics.items() if not name.startswith(("time/", "system/"))})
 
     policy = start_processes(settings, executor, build_policy(settings))
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rewards.fake_http import Answer, chat, serve
 
-from ratchet.errors import ConfigError, DataError, RatchetError
+from ratchet.checkpoint.rundir import RunDirectory
+from ratchet.config.tree import write_text
+from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
 from ratchet.evals.results import Results
 from ratchet.tools.evaluate import Asked, Evaluation, evaluate_target, where
+from ratchet.tools.target import Target, open_target
 from ratchet.tools.train import start_run
 
 RECIPE: dict[str, Any] = {
@@ -63,6 +68,63 @@ def test_results_are_numbered_in_the_run(run: Path):
     evaluate_target(str(run), FEW)
     evaluate_target(str(run), FEW)
     assert Results.read(run / "evals" / "sorting-1").prompts == Results.read(run / "evals" / "sorting-2").prompts
+
+
+STAGES = [
+    {"name": "first", "algorithm": {"kind": "sft"}, "steps": 2},
+    {"name": "second", "algorithm": {"kind": "sft"}, "steps": 2, "optimizer": {"lr": 0.1}},
+]
+
+
+def saved_run(folder: Path, **second: Any) -> Path:
+    """A run with a checkpoint of every step. second: more keys of its second stage."""
+    own = {key: value for key, value in RECIPE.items() if key not in ("algorithm", "steps")}
+    stages = [STAGES[0], {**STAGES[1], **second}]
+    recipe = {**own, "checkpoint": {"every": 1, "keep": 9}, "stages": stages}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert start_run(folder / "recipe.yaml", [], folder / "run", command="test") == 0
+    return folder / "run"
+
+
+def weights_of(target: Target) -> dict[str, torch.Tensor]:
+    return dict(target.policy.model.canonical_weights())
+
+
+@pytest.mark.parametrize("second", [{}, {"lora": {"rank": 2}}], ids=["all", "adapter"])
+def test_a_checkpoint_has_the_weights_of_its_step(tmp_path: Path, second: dict[str, Any]):
+    run = saved_run(tmp_path, **second)
+    last, trained = open_target(run, step=4), open_target(run)
+    assert weights_of(last).keys() == weights_of(trained).keys()
+    assert all(torch.equal(weight, weights_of(trained)[name]) for name, weight in weights_of(last).items())
+    earlier = open_target(run / "checkpoints" / "step-00000002")
+    assert earlier.config is not None
+    assert [stage.name for stage in earlier.config.stages] == ["first"]
+    assert any(not torch.equal(weight, weights_of(trained)[name]) for name, weight in weights_of(earlier).items())
+
+
+def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = saved_run(tmp_path)
+    (run / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(RunDirectoryError, match=r"no finished model yet.*--step 4"):
+        evaluate_target(str(run), FEW)
+    evaluate_target(str(run), replace(FEW, step=2), against=str(run / "checkpoints" / "step-00000002"))
+    assert "step 2" in capsys.readouterr().out
+    by_step, by_path = (Results.read(run / "evals" / f"sorting-{number}") for number in (1, 2))
+    assert by_step.prompts == by_path.prompts
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        evaluate_target(str(run), replace(FEW, step=7))
+    with pytest.raises(ConfigError, match="--step 2 is of a run"):
+        evaluate_target(str(tmp_path / "elsewhere"), replace(FEW, step=2))
+
+
+def test_a_checkpoint_in_parts_is_refused(tmp_path: Path):
+    run = saved_run(tmp_path)
+    config = RunDirectory(run).read_config()
+    for stage in config["stages"]:
+        stage["learner"] = {"kind": "dtensor"}
+    RunDirectory(run).config.write_text(write_text(config))
+    with pytest.raises(ConfigError, match=r"stage first trained with learner\.kind=dtensor.*end the run"):
+        open_target(run, step=2)
 
 
 def test_a_bare_model_and_another_environment(run: Path, tmp_path: Path):

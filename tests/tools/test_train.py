@@ -37,7 +37,7 @@ def ratchet(*arguments, faults="", timeout=120):
 def results(run: Path, apart: tuple[str, ...]):
     """Weights and metrics of a run, without what depends on the clock and other things set apart."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", *apart))} for row in rows]
+    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "system/", *apart))} for row in rows]
     weights = {f"{name}/{key}": weight for name in ("model", "model-ema") for key, weight in _weights(run / name).items()}
     return weights, kept
 

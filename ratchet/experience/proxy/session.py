@@ -25,6 +25,7 @@ from ratchet.experience.episode import TokenRecord
 from ratchet.experience.proxy.wire import ApiError, Reply, Request, visible
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Generator
+from ratchet.observe.waits import GENERATE, waiting
 from ratchet.types import Cancelled, Completion, Message, Outcome, Owner, Sampling, StopReason, Trajectory, Turn
 
 
@@ -210,7 +211,8 @@ class Session:
         task = asyncio.ensure_future(self.generator.generate(prompt, sampling))
         self._running.add(task)
         try:
-            await asyncio.wait({task})
+            with waiting("agents", GENERATE, "generator", None):
+                await asyncio.wait({task})
         finally:
             self._running.discard(task)
             task.cancel()

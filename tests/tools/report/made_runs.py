@@ -62,6 +62,10 @@ def metrics_of(step: int, *, other: bool) -> dict[str, float | None]:
         "time/step_s": 1.0,
         "time/sample_s": 0.5,
         "time/update_s": 0.25,
+        "time/samples_per_s": 10.0 * step,
+        "time/mfu": 0.25,
+        "system/rss_gib": 1.0 + step,
+        "system/disk_used_share": 0.5,
     }
 
 

@@ -279,8 +279,13 @@ def test_the_waterfall_adds_up(show, report):
 
 def test_the_phases_of_the_steps(show, report):
     page = show(report, "time")
-    rows = page.locator(".panel").first.locator("tbody tr").all_inner_texts()
+    phases, machine = page.locator(".panel").first.locator("table").all()
+    rows = phases.locator("tbody tr").all_inner_texts()
     assert [row.split()[:2] for row in rows] == [["sample", "50.0"], ["update", "25.0"], ["other", "25.0"]]
+    found = {row.split("\t")[0]: row.split("\t")[1:] for row in machine.locator("tbody tr").all_inner_texts()}
+    assert found["FLOP utilisation (MFU)"] == ["25.0 %"] * 4
+    assert (found["rss_gib"][1], found["disk_used_share"][0]) == ("2", "50.0 %")
+    assert found["Samples/s"][1] == "10"
     assert sum(page.locator("canvas").first.evaluate(INKED).values()) > 1000
 
 

@@ -1,8 +1,12 @@
 "use strict";
-// Where the time of each step went.
+// Where the time of each step went, and what of the machine it took.
 
-const PHASE = /^time\/(.+)_s$/;
-const NOT_PHASES = new Set(["time/step_s", "time/processor_s", "time/tokens_per_s"]);
+const PHASE = /^time\/(.+)(?<!_per)_s$/;
+const NOT_PHASES = new Set(["time/step_s", "time/processor_s"]);
+const WORK = [
+  ["time/mfu", "FLOP utilisation (MFU)", percent], ["time/idle_share", "Nobody generates or trains", percent],
+  ["time/tflop_per_s", "TFLOP/s", short], ["time/tokens_per_s", "Tokens/s", short], ["time/samples_per_s", "Samples/s", short],
+];
 
 const Timeline = {
   title: "Time",
@@ -19,6 +23,7 @@ const Timeline = {
         el("div", { className: "legend wide" }),
         el("div", { className: "plot" }),
         phaseTable(phases(run)),
+        machineTable(run),
         predictedTable(run.facts.predicted),
       );
     }));
@@ -77,4 +82,15 @@ function phaseTable({ xs, parts }) {
     duration(sum(ys)),
   ]);
   return table(["Phase", "Share", "Mean a step", "Longest", "Together"], rows, "numbers");
+}
+
+/** Rates of the run's work, and what it took of the machine; null where nothing of it was measured. */
+function machineTable(run) {
+  const system = run.names.filter((name) => name.startsWith("system/"));
+  const named = system.map((name) => [name, name.slice("system/".length), name.endsWith("_share") ? percent : short]);
+  const rows = [...WORK, ...named].filter(([name]) => run.columns[name]).map(([name, label, format]) => {
+    const values = Array.from(run.columns[name]).filter((x) => Number.isFinite(x));
+    return [label, format(sum(values) / values.length), format(Math.min(...values)), format(Math.max(...values)), format(run.last(name))];
+  });
+  return rows.length ? table(["Work and machine", "Mean", "Least", "Most", "Last"], rows, "numbers machine") : null;
 }

@@ -1,0 +1,283 @@
+"""How samples of one metric become one number, or one histogram, however they are split over ranks and micro-batches.
+
+A reducer says how; a `Partial` is what it knows of some of the samples. Merging the partials of any split gives, to the last
+bit, what one partial of all samples gives: sums are kept exactly and rounded once, percentiles keep their samples, histograms
+have fixed bins. (Only `last` depends on an order: the merged one's sample is the later.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import numpy as np
+
+Merge = Literal["mean", "sum", "last", "min", "max", "rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Percentile:
+    """The value below which so many per cent of the samples lie, exact: between two of them by linear interpolation. Weights
+    only say whether a sample counts (0: not)."""
+
+    percent: float
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.percent <= 100, self.percent
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """A histogram: of k + 1 increasing edges, k bins [low, high), the last with its upper edge; what lies outside is counted by
+    the nearest. Weights only say whether a sample counts."""
+
+    edges: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.edges) > 1, self.edges
+        assert all(low < high for low, high in pairwise(self.edges)), self.edges
+
+
+Reducer = Merge | Percentile | Bins
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """counts: of each bin between two edges. Of the samples themselves: lowest, highest, total, squares (sum of them)."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    lowest: float
+    highest: float
+    total: float
+    squares: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class Partial(Protocol):
+    """What is known of some samples."""
+
+    def add(self, values: Sequence[float], weight: float) -> None: ...
+    def merge(self, other: Partial) -> None:
+        """other: of the same reducer; stays as it is."""
+        ...
+
+    def result(self) -> float | Histogram: ...
+
+
+def partial(reducer: Reducer) -> Partial:
+    """Of no samples."""
+    if isinstance(reducer, Percentile):
+        return _Kept(reducer.percent)
+    if isinstance(reducer, Bins):
+        return _Counts(reducer)
+    return _MERGES[reducer]()
+
+
+@dataclass(slots=True)
+class ExactSum:
+    """The sum of all that was added, without rounding: parts that together are it. What is not finite is summed apart."""
+
+    parts: list[float] = field(default_factory=list)
+    infinite: float = 0.0
+
+    def add(self, values: Sequence[float]) -> None:
+        if not all(map(math.isfinite, values)):
+            self.infinite = sum((value for value in values if not math.isfinite(value)), self.infinite)
+            values = [value for value in values if math.isfinite(value)]
+        self.parts = _compact([*self.parts, *values])
+
+    def merge(self, other: ExactSum) -> None:
+        self.parts = _compact([*self.parts, *other.parts])
+        self.infinite += other.infinite
+
+    def result(self) -> float:
+        return _rounded(self.parts) if self.infinite == 0 else self.infinite
+
+
+def _compact(values: list[float]) -> list[float]:
+    """Few numbers with exactly the same sum: the rounded sum, then that of what is left, and so on until nothing is."""
+    if len(values) < 2:
+        return values
+    rest, parts = values, list[float]()
+    try:
+        while (part := math.fsum(rest)) != 0:
+            parts.append(part)
+            rest = [*rest, -part]
+    except OverflowError:  # beyond what a float holds on the way, though perhaps not at the end
+        return values
+    return parts
+
+
+def _rounded(parts: Sequence[float]) -> float:
+    try:
+        return math.fsum(parts)
+    except OverflowError:
+        exact = sum(map(Fraction, parts), Fraction())
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+@dataclass(slots=True)
+class _Sum:
+    total: ExactSum = field(default_factory=ExactSum)
+
+    def add(self, values: Sequence[float], weight: float) -> None:
+        self.total.add(values)
+
+    def merge(self, other: Partial) -> None:
+        assert isinstance(other, _Sum)
+        self.total.merge(other.total)
+
+    def result(self) -> float:
+        return self.total.result()
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Weighted; a sample of weight 0 has no part in it, even where it is not finite. NaN where all weights are 0."""
+
+    total: ExactSum = field(default_factory=ExactSum)
+    weights: ExactSum = field(default_factory=ExactSum)
+
+    def add(self, values: Sequence[float], weight: float) -> None:
+        if weight != 0:
+            self.total.add(values if weight == 1 else [value * weight for value in values])
+            self.weights.add([weight] * len(values))
+
+    def merge(self, other: Partial) -> None:
+        assert isinstance(other, _Mean)
+        self.total.merge(other.total)
+        self.weights.merge(other.weights)
+
+    def result(self) -> float:
+        weights = self.weights.result()
+        return self.total.result() / weights if weights else math.nan
+
+
+class _Rate(_Mean):
+    """What was counted, over the weights, which say in how much (seconds, say)."""
+
+    __slots__ = ()
+
+    def add(self, values: Sequence[float], weight: float) -> None:
+        self.total.add(values)
+        self.weights.add([weight] * len(values))
+
+
+@dataclass(slots=True)
+class _Last:
+    value: float = math.nan
+
+    def add(self, values: Sequence[float], weight: float) -> None:
+        self.value = values[-1]
+
+    def merge(self, other: Partial) -> None:
+        assert isinstance(other, _Last)
+        self.value = other.value
+
+    def result(self) -> float:
+        return self.value
+
+
+@dataclass(slots=True)
+class _Extreme:
+    choose: Callable[[float, float], float]
+    value: float | None = None
+
+    def add(self, values: Sequence[float], weight: float) -> None:
+        for value in values:
+            self._see(value)
+
+    def merge(self, other: Partial) -> None:
+        assert isinstance(other, _Extreme)
+        if other.value is not None:
+            self._see(other.value)
+
+    def _see(self, value: float) -> None:
+        known = value if self.value is None else self.value
+        # min and max would hide what is no number, depending on the order
+        self.value = math.nan if math.isnan(known) or math.isnan(value) else self.choose(known, value)
+
+    def result(self) -> float:
+        return math.nan if self.value is None else self.value
+
+
+@dataclass(slots=True)
+class _Kept:
+    percent: float
+    values: list[float] = field(default_factory=list)
+
+    def add(self, values: Sequence[float], weight: float) -> None:
+        if weight != 0:
+            self.values.extend(values)
+
+    def merge(self, other: Partial) -> None:
+        assert isinstance(other, _Kept)
+        self.values.extend(other.values)
+
+    def result(self) -> float:
+        if not self.values or any(map(math.isnan, self.values)):
+            return math.nan
+        ordered = sorted(self.values)
+        place = (len(ordered) - 1) * self.percent / 100
+        low, share = ordered[int(place)], place - int(place)
+        if share == 0:
+            return low
+        high = ordered[int(place) + 1]
+        return low if low == high else low * (1 - share) + high * share
+
+
+@dataclass(slots=True)
+class _Counts:
+    bins: Bins
+    counts: list[int] = field(default_factory=list)
+    total: ExactSum = field(default_factory=ExactSum)
+    squares: ExactSum = field(default_factory=ExactSum)
+    lowest: float = math.inf
+    highest: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bins.edges) - 1)
+
+    def add(self, values: Sequence[float], weight: float) -> None:
+        """What is not finite lies in no bin."""
+        if weight == 0 or not (finite := [value for value in values if math.isfinite(value)]):
+            return
+        inner = np.searchsorted(self.bins.edges[1:-1], finite, side="right")
+        found = np.bincount(inner, minlength=len(self.counts))
+        self.counts = [count + int(more) for count, more in zip(self.counts, found, strict=True)]
+        self.total.add(finite)
+        self.squares.add([value * value for value in finite])
+        self.lowest, self.highest = min(self.lowest, *finite), max(self.highest, *finite)
+
+    def merge(self, other: Partial) -> None:
+        assert isinstance(other, _Counts)
+        assert other.bins == self.bins
+        self.counts = [count + more for count, more in zip(self.counts, other.counts, strict=True)]
+        self.total.merge(other.total)
+        self.squares.merge(other.squares)
+        self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
+
+    def result(self) -> Histogram:
+        sums = self.total.result(), self.squares.result()
+        return Histogram(self.bins.edges, tuple(self.counts), self.lowest, self.highest, *sums)
+
+
+_MERGES: dict[Merge, Callable[[], Partial]] = {
+    "mean": _Mean,
+    "sum": _Sum,
+    "rate": _Rate,
+    "last": _Last,
+    "min": lambda: _Extreme(min),
+    "max": lambda: _Extreme(max),
+}
