@@ -205,6 +205,19 @@ def audio_of(source: bytes, *, where: str, limits: MediaLimits, rate_hz: int | N
     return Audio(mono.astype(np.float32), rate)
 
 
+def check(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, int] | None:
+    """(width, height) in pixels of an image, as its header says; None of another kind, which is only looked for. Raises
+    DataError for what can't be read, or is too large."""
+    source = fetch(part.value, where=where, limits=limits)
+    name = f"{where}: {shown(part.value)}"
+    if not source:
+        raise DataError(f"{name}: the file is empty: copy it again, or drop the row")
+    if part.type != "image":
+        return None
+    with _opened(source, name, limits) as image:
+        return image.size
+
+
 def embed(image: Image) -> Part:
     """As a PNG inside a `data:` URL: equal pixels give equal bytes."""
     buffer = io.BytesIO()
