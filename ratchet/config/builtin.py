@@ -31,6 +31,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "terminal": "ratchet.environments.terminal_config:TerminalConfig",
     "sliding_puzzle": "ratchet.environments.games_config:SlidingPuzzleConfig",
     "frozen_lake": "ratchet.environments.games_config:FrozenLakeConfig",
+    "shapes": "ratchet.environments.vision_config:ShapesConfig",
     "sokoban": "ratchet.environments.games_config:SokobanConfig",
     "number_guessing": "ratchet.environments.games_config:NumberGuessingConfig",
     "gymnasium": "ratchet.environments.adapters_config:GymnasiumConfig",
