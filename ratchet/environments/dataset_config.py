@@ -35,6 +35,7 @@ class DatasetConfig(EnvironmentConfig):
     """
 
     builds: ClassVar[str] = "ratchet.environments.dataset:dataset"
+    needs_media: ClassVar[bool] = False
 
     preset: str | None = Field(None, description="A published dataset by its name: gsm8k, hh_rlhf, tulu3_sft, ...")
     train: tuple[DataFile, ...] = Field((), description="Files, patterns, directories or addresses (s3://, gs://, hf://).")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.data.jsonl import Row, kind_of
 from ratchet.data.messages import read_messages, read_tools
-from ratchet.data.parts import COLUMNS, Placing, read_column
+from ratchet.data.parts import COLUMNS, Placing, media_of, read_column
 from ratchet.data.selection import KeepConfig, fill, number_in, value_at
 from ratchet.environments.config import PreferencesConfig
 from ratchet.environments.dataset_config import OF_EITHER_RESPONSE, DatasetConfig
@@ -59,7 +59,11 @@ class Reader:
         """Raises DataError for a row that lacks what it is declared to have, or says something that can't be used."""
         row_of = _RowOf(self, row, where)
         given = row_of.given()
-        return replace(given, prompt=self.placing.place(given.prompt, row_of.media(), where))
+        prompt = self.placing.place(given.prompt, row_of.media(), where)
+        if self.config.needs_media and not media_of(prompt):
+            has = ", ".join(given.has)
+            raise DataError(f"{where}: no image and no clip; the row has {has}: name its column in `columns`: {{images: ...}}")
+        return replace(given, prompt=prompt)
 
     def read_again(self, row: Row, where: str) -> Given:
         """Of a task's row, whose media are in its messages and nowhere else: what is said about answers to the prompt."""
