@@ -74,7 +74,8 @@ class BoundingBox(FinalAnswer):
 
     def __init__(self, config: BoundingBoxConfig) -> None:
         self.config = config
-        self.bounds = (0.0 if config.threshold is not None else LOWEST[config.measure], 1.0)
+        self.lowest = 0.0 if config.threshold is not None else LOWEST[config.measure]
+        self.bounds = (self.lowest, 1.0)
 
     def answer(self, text: str) -> str | None:
         box = last_box(text)
@@ -84,7 +85,7 @@ class BoundingBox(FinalAnswer):
         """Raises DataError where the task's own answer is no box, or where nothing tells how large its picture is."""
         gold, box = self._gold(task), last_box(text)
         if box is None:
-            return self.bounds[0]
+            return self.lowest
         if self.config.given != self.config.said:
             (wide, high), (across, down) = self._sides(self.config.given, task), self._sides(self.config.said, task)
             box = box.scaled(wide / across, high / down)

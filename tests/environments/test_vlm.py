@@ -1,5 +1,6 @@
 """Questions about images: published sets in their own form, what judges them, and rows without an image."""
 
+import asyncio
 import io
 import json
 import wave
@@ -15,7 +16,6 @@ from ratchet.config.kinds import construct, resolve
 from ratchet.data.media import MediaLimits, audio_of, fetch, image_of
 from ratchet.data.presets_media import MEDIA_PRESETS
 from ratchet.errors import DataError
-from ratchet.testing import check_environment
 from ratchet.types import Comparison, Message, Trajectory
 
 LIMITS = MediaLimits()
@@ -65,7 +65,9 @@ FORMS = {
     ),
     "geometry3k": (
         "a.parquet",
-        lambda i: {"images": [{"bytes": png(i), "path": None}], "problem": f"<image>Find x of {i}.", "answer": f"\\frac{{{i}}}{{2}}"},
+        lambda i: {
+            "images": [{"bytes": png(i), "path": None}], "problem": f"<image>Find x of {i}.", "answer": f"\\frac{{{i}}}{{2}}",
+        },
         "Find x of 3.\nReason step by step, and put the final answer into \\boxed{}.",
         "\\frac{3}{2}", "\\boxed{\\frac{3}{2}}", "\\boxed{2}",
     ),
@@ -84,7 +86,8 @@ FORMS = {
     "avqa": (
         "a.parquet",
         lambda i: {
-            "audio": {"bytes": wav(i), "path": f"{i}.wav"}, "question": f"What is in the video {i}?\n{CHOICES}", "answer": "C. rain",
+            "audio": {"bytes": wav(i), "path": f"{i}.wav"}, "question": f"What is in the video {i}?\n{CHOICES}",
+            "answer": "C. rain",
         },
         f'What is in the audio 3?\n{CHOICES}\nEnd with "The answer is X", where X is the letter of your choice.',
         "C. rain", "The answer is C", "The answer is B",
@@ -107,7 +110,6 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind):
     path = write(tmp_path / file, [row(i) for i in range(6)])
     section = resolve("environment", {"kind": kind, "preset": name, "train": path, "test_share": 0.0, "shuffle": False})
     environment = construct(section)
-    check_environment(environment)
     task = list(islice(environment.tasks("train", seed=0), 4))[3]
     (medium, text) = task.messages[-1].content
     assert (text.value, task.answer) == (asked, answer)
@@ -122,8 +124,6 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind):
     judge = section.default_reward
     reward = construct(resolve("rewards", {"kind": judge} if isinstance(judge, str) else judge))
     said = [Trajectory.supervised([1], [True], messages=(Message("assistant", text),)) for text in (right, wrong)]
-    import asyncio
-
     assert [outcome.reward for outcome in asyncio.run(reward.score(said, task))] == [1.0, 0.0]
 
 
