@@ -31,6 +31,8 @@ ENVIRONMENTS: Mapping[str, str] = {
     "terminal": "ratchet.environments.terminal_config:TerminalConfig",
     "sliding_puzzle": "ratchet.environments.games_config:SlidingPuzzleConfig",
     "frozen_lake": "ratchet.environments.games_config:FrozenLakeConfig",
+    "vlm": "ratchet.environments.vlm:VLMConfig",
+    "shapes": "ratchet.environments.vision_config:ShapesConfig",
     "sokoban": "ratchet.environments.games_config:SokobanConfig",
     "number_guessing": "ratchet.environments.games_config:NumberGuessingConfig",
     "gymnasium": "ratchet.environments.adapters_config:GymnasiumConfig",
@@ -121,6 +123,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "rewards": {
         "exact_match": "ratchet.rewards.config:ExactMatchConfig",
+        "bounding_box": "ratchet.rewards.config:BoundingBoxConfig",
         "numeric_answer": "ratchet.rewards.config:NumericAnswerConfig",
         "countdown": "ratchet.rewards.config:CountdownRewardConfig",
         "math": "ratchet.rewards.config:MathConfig",

@@ -26,6 +26,7 @@ class HubTable:
             self._rows: Any = datasets.load_dataset(hub, subset, split=split, revision=revision)
         except (OSError, ValueError, RuntimeError, DatasetsError) as error:
             raise DataError(f"{self.name}: can't be had: {_first_line(error)}") from error
+        self._rows = _undecoded(self._rows)
         if not len(self._rows):
             raise DataError(f"{self.name}: the split holds no rows")
 
@@ -41,6 +42,25 @@ class HubTable:
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
+
+
+def _undecoded(rows: Any) -> Any:
+    """With images, clips and videos as the files that they are: they are decoded where they are needed, within limits."""
+    import datasets
+
+    kinds = (datasets.Image, datasets.Audio, datasets.Video)
+
+    def plain(feature: Any) -> Any:
+        if isinstance(feature, kinds):
+            return type(feature)(decode=False)
+        if isinstance(feature, dict):
+            return {name: plain(inner) for name, inner in feature.items()}
+        if isinstance(feature, list):
+            return [plain(inner) for inner in feature]
+        return datasets.List(plain(feature.feature)) if isinstance(feature, datasets.List) else feature
+
+    wanted = {name: plain(feature) for name, feature in rows.features.items()}
+    return rows if wanted == dict(rows.features) else rows.cast(datasets.Features(wanted))
 
 
 def _first_line(error: Exception) -> str:

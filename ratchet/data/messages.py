@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ratchet.data.jsonl import kind_of
+from ratchet.data.parts import read_content
 from ratchet.errors import DataError
-from ratchet.types import Message, Role, ToolCall
+from ratchet.types import Message, Part, Role, ToolCall
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -63,22 +64,21 @@ def _message(item: Any, where: str) -> Message:
     return Message(role, _content(item, where, empty=bool(calls)), calls, called if isinstance(called, str) else None)
 
 
-def _content(item: Mapping[str, Any], where: str, *, empty: bool) -> str:
-    """Text; of parts, which must all be text, their sum. empty: null is no text, as beside tool calls."""
+def _content(item: Mapping[str, Any], where: str, *, empty: bool) -> str | tuple[Part, ...]:
+    """Text, or parts where some of them are no text. empty: null is no text, as beside tool calls."""
     content = item.get("content", item.get("value"))
     if content is None and empty:
         return ""
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise DataError(f"{where} has parts that are no text: only text is read")
-        content = "".join(part for part in parts if part is not None)
-    if not isinstance(content, str):
+    parts = read_content(content, where) if isinstance(content, list) else ()
+    if isinstance(content, list) and all(part.type == "text" for part in parts):
+        content = "".join(part.value for part in parts)
+    said = content if isinstance(content, str) else "".join(part.value for part in parts if part.type == "text")
+    if not isinstance(content, str | list):
         what = "has no 'content'" if "content" not in item and "value" not in item else f"has {kind_of(content)} as 'content'"
         raise DataError(f"{where} {what}: write it as a string")
-    if any("\ud800" <= c <= "\udfff" for c in content):
+    if any("\ud800" <= c <= "\udfff" for c in said):
         raise DataError(f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: remove it")
-    return content
+    return content if isinstance(content, str) else parts
 
 
 def _call(call: Any, index: int, where: str) -> ToolCall:

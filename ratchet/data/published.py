@@ -6,9 +6,10 @@ from difflib import get_close_matches
 
 from ratchet.data.benchmarks import BENCHMARKS
 from ratchet.data.presets import PRESETS, Preset
+from ratchet.data.presets_media import MEDIA_PRESETS
 from ratchet.errors import ConfigError
 
-PUBLISHED = {**PRESETS, **BENCHMARKS}
+PUBLISHED = {**PRESETS, **MEDIA_PRESETS, **BENCHMARKS}
 
 
 def preset_of(name: str) -> Preset:

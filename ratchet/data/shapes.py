@@ -9,6 +9,7 @@ import base64
 import json
 import pickletools
 import random
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -92,6 +93,24 @@ def _index(values: Values, column: str, choices: Sequence[str], where: str) -> i
 def _lettered(question: str, choices: Sequence[str], right: int) -> Values:
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
     return {"asked": "\n".join([question.strip(), "", *lines]) + CHOOSE, "answer": LETTERS[right]}
+
+
+# --- questions about images and clips
+
+
+def in_answer_tags(values: Values, where: str) -> Values:
+    """`solution` ends in <answer></answer>; `answer` is what stands there."""
+    check_columns(values, {"problem": str, "solution": str}, where)
+    inner = values["solution"].rpartition("<answer>")[2].partition("</answer>")
+    if not inner[1] or not inner[0].strip():
+        raise DataError(f"{where}: column 'solution' has no answer in <answer></answer>: add it, or drop the row")
+    return {**values, "answer": inner[0].strip()}
+
+
+def avqa(values: Values, where: str) -> Values:
+    """Questions about videos, of which only the sound is there."""
+    check_columns(values, {"question": str, "answer": str}, where)
+    return {**values, "asked": re.sub(r"\bvideo\b", "audio", values["question"])}
 
 
 # --- programs

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ratchet.data.hub import HubTable
 from ratchet.data.jsonl import TYPE_NAMES, Row
 from ratchet.data.order import Order
+from ratchet.data.parts import COLUMNS, media_of, without_media
 from ratchet.data.shapes import Shaped
 from ratchet.data.tables import Table, open_table
 from ratchet.data.trees import Trees
@@ -135,7 +136,7 @@ class Dataset(SingleTurn):
     def _given(self, task: Task) -> Given:
         """Read again: a task holds its row, and travels as plain data."""
         values = {name: value for name, value in task.meta.items() if name != READ_FROM}
-        return self.reader.read(Row(0, values), task.where)
+        return self.reader.read_again(Row(0, values), task.where)
 
     # --- rows
 
@@ -149,8 +150,15 @@ class Dataset(SingleTurn):
             answer=given.answer,
             environment=self.name,
             tag=self._tag(given),
-            meta={**_plain(given.values), **difficulty, READ_FROM: given.where},
+            meta={**self._meta(given), **difficulty, READ_FROM: given.where},
         )
+
+    def _meta(self, given: Given) -> Mapping[str, Any]:
+        """The row, whose images and clips are in the task's messages and need not be there twice."""
+        if not media_of(given.prompt):
+            return _plain(given.values)
+        held = {self.reader.names.get(usual) for usual in COLUMNS}
+        return _plain({name: without_media(value) for name, value in given.values.items() if name not in held})
 
     def _tag(self, given: Given) -> str:
         known = self.config.published
@@ -221,7 +229,8 @@ class Dataset(SingleTurn):
             if not self.reader.keeps(row, where):
                 continue
             given = self.reader.read(row, where)
-            prompt = _hash([[message.role, message.text] for message in given.prompt])
+            self.reader.placing.check(given.prompt, where)
+            prompt = _hash([[message.role, self.reader.placing.key(message)] for message in given.prompt])
             if distinct and prompt in seen:
                 continue
             if distinct:

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ratchet.data.files import DataFile, expand
+from ratchet.data.config import MediaLimits
+from ratchet.data.files import DataFile, expand, is_remote
+from ratchet.data.parts import COLUMNS as OF_MEDIA
 from ratchet.data.presets import Preset
 from ratchet.data.published import preset_of
 from ratchet.data.selection import KeepConfig
@@ -19,10 +21,9 @@ from ratchet.errors import ConfigError
 OF_PROMPTS = ("prompt", "answer", "solution")
 OF_CONVERSATIONS = ("messages", "tools")
 OF_EITHER_RESPONSE = ("first", "second", "preference")
+OF_ANY = ("id", "system", "difficulty")
 USUAL_COLUMNS = tuple(
-    dict.fromkeys(
-        ("id", "system", "difficulty", *OF_PROMPTS, *OF_CONVERSATIONS, *PreferencesConfig.usual_columns, *OF_EITHER_RESPONSE)
-    )
+    dict.fromkeys((*OF_ANY, *OF_PROMPTS, *OF_CONVERSATIONS, *PreferencesConfig.usual_columns, *OF_EITHER_RESPONSE, *OF_MEDIA))
 )
 
 
@@ -34,6 +35,7 @@ class DatasetConfig(EnvironmentConfig):
     """
 
     builds: ClassVar[str] = "ratchet.environments.dataset:dataset"
+    needs_media: ClassVar[bool] = False
 
     preset: str | None = Field(None, description="A published dataset by its name: gsm8k, hh_rlhf, tulu3_sft, ...")
     train: tuple[DataFile, ...] = Field((), description="Files, patterns, directories or addresses (s3://, gs://, hf://).")
@@ -49,6 +51,10 @@ class DatasetConfig(EnvironmentConfig):
     prompt: str | None = Field(None, description="The prompt, made of columns: '{question} Think first.'; null: the preset's.")
     system: str = Field("", description="A system message before prompts that are text; empty: none, or the column system.")
     answer_after: str | None = Field(None, description="What its column holds before the answer (####); null: the preset's.")
+    media_root: DataFile | None = Field(
+        None, description="Directory, or store, of images and clips that rows name; null: where the first file lies."
+    )
+    media: MediaLimits = Field(MediaLimits(), description="What images, clips and videos may be.")
     keep: tuple[KeepConfig, ...] = Field((), description="Which rows: those for which all of these hold, and the preset's.")
     distinct: bool | None = Field(None, description="Keep the first of rows with equal prompts; null: the preset's, or false.")
     test_share: float = Field(0.1, ge=0, lt=1, description="Of the rows, where no test split is named; 0: none.")
@@ -104,6 +110,16 @@ class DatasetConfig(EnvironmentConfig):
         """The rows' names of the usual columns. Without a preset, a usual name is its own."""
         known = self.published
         return {**({name: name for name in USUAL_COLUMNS} if known is None else known.columns), **self.columns}
+
+    @property
+    def root(self) -> Path | str | None:
+        """What paths of media are relative to and may not leave; None: of rows of the hub nobody knows."""
+        place = self.media_root or next(iter((*self.train, *self.test)), None)
+        if place is None or place == self.media_root:
+            return place
+        if is_remote(place):
+            return str(place).rpartition("/")[0]
+        return Path(place) if Path(place).is_dir() else Path(place).parent
 
     @property
     def is_distinct(self) -> bool:

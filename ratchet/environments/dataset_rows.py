@@ -5,18 +5,20 @@ Every error names the file, the row and the column, as the file calls it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ratchet.data.jsonl import Row, kind_of
 from ratchet.data.messages import read_messages, read_tools
+from ratchet.data.parts import COLUMNS, Placing, media_of, read_column
 from ratchet.data.selection import KeepConfig, fill, number_in, value_at
 from ratchet.environments.config import PreferencesConfig
 from ratchet.environments.dataset_config import OF_EITHER_RESPONSE, DatasetConfig
 from ratchet.environments.preference_rows import About, Messages, RowReader
 from ratchet.errors import DataError
-from ratchet.types import Message
+from ratchet.types import MediaKind, Message, Part
 
 OF_PAIRS = ("chosen", "rejected", "completion", "completions")
 
@@ -47,6 +49,7 @@ class Reader:
         self.declared = frozenset(config.columns) | (frozenset(known.columns) if known else frozenset())
         self.template = config.prompt if config.prompt is not None else known.prompt if known else ""
         self.mark = config.answer_after if config.answer_after is not None else known.answer_after if known else ""
+        self.placing = Placing(config.root, config.media)
         self.keep = (*(KeepConfig.model_validate(dict(one)) for one in (known.keep if known else ())), *config.keep)
 
     def keeps(self, row: Row, where: str) -> bool:
@@ -54,6 +57,16 @@ class Reader:
 
     def read(self, row: Row, where: str) -> Given:
         """Raises DataError for a row that lacks what it is declared to have, or says something that can't be used."""
+        row_of = _RowOf(self, row, where)
+        given = row_of.given()
+        prompt = self.placing.place(given.prompt, row_of.media(), where)
+        if self.config.needs_media and not media_of(prompt):
+            has = ", ".join(given.has)
+            raise DataError(f"{where}: no image and no clip; the row has {has}: name its column in `columns`: {{images: ...}}")
+        return replace(given, prompt=prompt)
+
+    def read_again(self, row: Row, where: str) -> Given:
+        """Of a task's row, whose media are in its messages and nowhere else: what is said about answers to the prompt."""
         return _RowOf(self, row, where).given()
 
 
@@ -114,7 +127,7 @@ class _RowOf:
             values |= {names[key]: self.row.values.get(names[key]) for key in ("chosen", "rejected")}
         if self.reader.template:
             values[names["prompt"]] = fill(self.reader.template, self.row.values, self.where)
-        entry = RowReader(names, "\n").read(Row(self.row.line, values), self.where)
+        entry = RowReader(names, "\n", media=True).read(Row(self.row.line, values), self.where)
         return self.with_system(entry.prompt), entry.about
 
     def ordered(self) -> tuple[str, str]:
@@ -153,6 +166,8 @@ class _RowOf:
             if "answer" in self.reader.declared:
                 self.need("answer")
             return None
+        if isinstance(value, list) and len(value) == 4 and all(type(item) in (int, float) for item in value):
+            value = json.dumps(value)  # a bounding box
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(
                 f"{self.where}: column '{self.reader.names['answer']}' is {kind_of(value)}, must be text or a number: "
@@ -163,6 +178,15 @@ class _RowOf:
             what = f"has no answer after '{mark}'" if mark else "is empty"
             raise DataError(f"{self.where}: column '{self.reader.names['answer']}' {what}: add it, or drop the row by `keep`")
         return after.strip()
+
+    def media(self) -> Mapping[MediaKind, list[Part]]:
+        """What each column that the row or the reader has of them holds."""
+        found: dict[MediaKind, list[Part]] = {}
+        for usual, kind in COLUMNS.items():
+            value = self.get(usual)
+            if value is not None or usual in self.reader.declared:
+                found[kind] = read_column(kind, value, f"{self.where}: column '{self.reader.names[usual]}'")
+        return found
 
     def text(self, usual: str) -> str | None:
         value = self.get(usual)

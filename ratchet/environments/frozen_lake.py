@@ -4,19 +4,23 @@ may go to either side instead of ahead."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ratchet.environments.game import OFFSETS, Game, neighbours, shortest_way
+from ratchet.environments.drawing import COLOURS, Mark, Rgb
+from ratchet.environments.game import OFFSETS, BoardGame, neighbours, shortest_way
 from ratchet.environments.games_config import FrozenLakeConfig
 from ratchet.environments.single_turn import Problem
 from ratchet.types import Task
 
 PLAYER, ICE, HOLE, GOAL = "P.OG"
+SNOW: Rgb = (215, 235, 250)
+WATER: Rgb = (20, 40, 90)
+MARKS: dict[str, Sequence[Mark]] = {HOLE: [("circle", WATER)], GOAL: [("square", COLOURS["green"])]}
 
 Lake = tuple[str, int]  # the map without the player, row by row; and the cell of the player
 
 
-class FrozenLake(Game[Lake]):
+class FrozenLake(BoardGame[Lake]):
     name = "frozen_lake"
 
     def __init__(self, config: FrozenLakeConfig) -> None:
@@ -65,6 +69,12 @@ class FrozenLake(Game[Lake]):
         seen = lake[:at] + PLAYER + lake[at + 1 :]
         return "\n".join(seen[i : i + self.size] for i in range(0, len(seen), self.size))
 
+    def cells(self, state: Lake) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
+        lake, at = state
+        you: Mark = ("triangle", COLOURS["red"])
+        drawn = [(SNOW, [*MARKS.get(sign, ()), *([you] if cell == at else [])]) for cell, sign in enumerate(lake)]
+        return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
+
     def player(self, task: Task) -> Callable[[Lake], str]:
         """The move with the best chance to win within the moves that are left."""
         lake, _ = self.start(task)
@@ -88,9 +98,11 @@ class FrozenLake(Game[Lake]):
             ]
         return plan
 
-    def rules(self) -> str:
+    def rules(self, in_text: bool = True) -> str:
         slip = f" The ice is slippery: {self.config.slip:.0%} of your steps go to a side instead." if self.config.slip else ""
+        signs, drawn = (PLAYER, GOAL, ICE, HOLE), ("the red triangle", "the green square", "light", "dark discs")
+        you, goal, ice, holes = signs if in_text else drawn
         return (
-            f"You ({PLAYER}) stand on a frozen lake. Walk to the goal ({GOAL}) over the ice ({ICE}) and stay out of the holes "
-            f"({HOLE}).{slip} You have {self.max_moves} steps. End each message with up, down, left or right."
+            f"You ({you}) stand on a frozen lake. Walk to the goal ({goal}) over the ice ({ice}) and stay out of the holes "
+            f"({holes}).{slip} You have {self.max_moves} steps. End each message with up, down, left or right."
         )

@@ -15,10 +15,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from ratchet.environments.games_config import GameConfig
-from ratchet.environments.single_turn import Procedural
+from ratchet.data.media import embed
+from ratchet.environments.drawing import Mark, Rgb, board
+from ratchet.environments.games_config import BoardConfig, GameConfig
+from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.interfaces import Step
-from ratchet.types import Message, Task
+from ratchet.types import Message, Part, Task
 
 State = TypeVar("State", bound=Hashable)
 
@@ -58,6 +60,10 @@ class Game(Procedural, Generic[State]):
 
     @abstractmethod
     def rules(self) -> str: ...
+
+    def observed(self, state: State, before: str = "") -> Message:
+        """What the player is told of a state, after `before`."""
+        return Message("user", before + self.show(state))
 
     def key(self, state: State) -> str:
         """What makes two states the same to somebody who must go on from there."""
@@ -107,7 +113,7 @@ class Game(Procedural, Generic[State]):
         won = self.won(after)
         done = won is not None or turn + 1 >= self.max_moves
         step = Step(
-            messages=() if done else (Message("user", self._answer(after, illegal)),),
+            messages=() if done else (self.observed(after, self._complaint(illegal)),),
             reward=float(won is True),
             done=done,
             state_key=self.key(state),
@@ -115,10 +121,43 @@ class Game(Procedural, Generic[State]):
         )
         return after, step
 
-    def _answer(self, state: State, illegal: bool) -> str:
+    def _complaint(self, illegal: bool) -> str:
         if not illegal:
-            return self.show(state)
-        return ("That is no legal move.\n" if self.in_words else "!") + self.show(state)
+            return ""
+        return "That is no legal move.\n" if self.in_words else "!"
+
+
+class BoardGame(Game[State]):
+    """One whose states can be drawn. What they are called, and which split a task is of, does not depend on how they are
+    shown."""
+
+    def __init__(self, config: BoardConfig) -> None:
+        super().__init__(config)
+        self.cell_px = config.cell_px
+        self.in_text, self.in_pictures = config.observation != "image", config.observation != "text"
+
+    @abstractmethod
+    def cells(self, state: State) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
+        """Rows of cells: the ground of each, and what is drawn upon it."""
+
+    @abstractmethod
+    def rules(self, in_text: bool = True) -> str:
+        """in_text: they call things by their signs in the text, else by what they are in the picture."""
+
+    def picture(self, state: State) -> Part:
+        return embed(board(self.cells(state), self.cell_px))
+
+    def observed(self, state: State, before: str = "") -> Message:
+        if not self.in_pictures:
+            return super().observed(state, before)
+        text = before + (self.show(state) if self.in_text else "")
+        return Message("user", (self.picture(state), *((Part("text", text),) if text else ())))
+
+    def messages(self, problem: Problem) -> tuple[Message, ...]:
+        if not self.in_pictures:
+            return super().messages(problem)
+        state = self.start(Task("", (), meta=problem.meta))
+        return (self.observed(state, f"{self.rules(self.in_text)}\n\n" if self.in_words else ""),)
 
 
 def neighbours(game: Game[State], state: State) -> Iterator[tuple[str, State]]:

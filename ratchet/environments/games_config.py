@@ -19,7 +19,16 @@ class GameConfig(EnvironmentConfig):
     )
 
 
-class SlidingPuzzleConfig(GameConfig):
+class BoardConfig(GameConfig):
+    """Of games whose state can be drawn."""
+
+    observation: Literal["text", "image", "both"] = Field(
+        "text", description="How the player sees each state: as text, as a picture, or the picture and the text."
+    )
+    cell_px: int = Field(16, ge=6, le=256, description="Pixels a side of a cell in the picture.")
+
+
+class SlidingPuzzleConfig(BoardConfig):
     """Slide numbered tiles into order."""
 
     builds: ClassVar[str] = "ratchet.environments.sliding_puzzle:SlidingPuzzle"
@@ -41,7 +50,7 @@ class SlidingPuzzleConfig(GameConfig):
         return self
 
 
-class FrozenLakeConfig(GameConfig):
+class FrozenLakeConfig(BoardConfig):
     """Walk over the ice to the goal, around the holes."""
 
     builds: ClassVar[str] = "ratchet.environments.frozen_lake:FrozenLake"
@@ -58,7 +67,7 @@ class FrozenLakeConfig(GameConfig):
         return self
 
 
-class SokobanConfig(GameConfig):
+class SokobanConfig(BoardConfig):
     """Push boxes onto goals."""
 
     builds: ClassVar[str] = "ratchet.environments.sokoban:Sokoban"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
 from ratchet.data.jsonl import TYPE_NAMES, Row
+from ratchet.data.parts import read_content
 from ratchet.errors import DataError
 from ratchet.types import Comparison, Judged, Message, Role
 
@@ -41,6 +42,7 @@ class RowReader:
 
     names: Mapping[str, str]
     separator: str
+    media: bool = False  # messages may have parts that are no text, which the caller puts at their places
 
     def read(self, row: Row, where: str) -> Entry:
         """Raises DataError for a row of no format, of two, or with a value that can't be used."""
@@ -177,6 +179,13 @@ class _RowOf:
         where = f"message {index} of {self.name(column)}"
         if not isinstance(item, dict):
             self.refuse(f'{where} is {_kind(item)}, must be an object such as {{"role": "user", "content": "..."}}')
+        parts = item.get("content")
+        if self.reader.media and isinstance(parts, list):
+            content = read_content(parts, f"{self.where}: {where}")
+            text = "".join(part.value for part in content if part.type == "text")
+            item = {**item, "content": text}
+        else:
+            content = ()
         for key in ("role", "content"):
             if not isinstance(item.get(key), str):
                 what = f"has no '{key}'" if key not in item else f"has {_kind(item[key])} as '{key}'"
@@ -186,7 +195,8 @@ class _RowOf:
             self.refuse(f"{where} has '{more}', which would be lost: only 'role' and 'content' are read; remove it")
         if item["role"] not in get_args(Role):
             self.refuse(f"{where} has the role '{item['role']}', must be one of {', '.join(get_args(Role))}")
-        return Message(item["role"], self.text(item["content"], column))
+        text = self.text(item["content"], column)
+        return Message(item["role"], content if any(part.type != "text" for part in content) else text)
 
     def items(self, column: str) -> list[Any]:
         value = self.need(column)

@@ -29,10 +29,17 @@ def held_out(prompt: str) -> bool:
 
 
 class Problem(NamedTuple):
+    """key: what tells it from others, and says which split it is of, where its prompt alone does not."""
+
     prompt: str
     answer: str
     meta: Mapping[str, Any] = {}
     seed: int = 0
+    key: str = ""
+
+    @property
+    def identity(self) -> str:
+        return self.key or self.prompt
 
 
 class SingleTurn(ABC):
@@ -69,6 +76,9 @@ class Procedural(SingleTurn):
     def sample(self, rng: random.Random) -> Problem | None:
         """One problem drawn with `rng`, the only source of chance; None where this draw gave none (it is tried again)."""
 
+    def messages(self, problem: Problem) -> tuple[Message, ...]:
+        return (Message("user", problem.prompt),)
+
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Raises DataError, while iterating, when TRIES draws in a row give no training prompt."""
         return self._train(seed, start) if split == "train" else itertools.islice(self._test(), start, None)
@@ -76,7 +86,7 @@ class Procedural(SingleTurn):
     def _train(self, seed: int, start: int) -> Iterator[Task]:
         for index in itertools.count(start):
             rng = random.Random(f"{self.name}/train/{seed}/{index}")
-            problem = next((p for p in self._draws(rng) if not held_out(p.prompt)), None)
+            problem = next((p for p in self._draws(rng) if not held_out(p.identity)), None)
             if problem is None:
                 raise DataError(f"environment '{self.name}' found no training prompt in {TRIES} draws: widen its settings")
             yield self._task("train", index, problem)
@@ -85,11 +95,11 @@ class Procedural(SingleTurn):
         rng = random.Random(f"{self.name}/test")
         seen: set[str] = set()
         while True:
-            problem = next((p for p in self._draws(rng) if held_out(p.prompt) and p.prompt not in seen), None)
+            problem = next((p for p in self._draws(rng) if held_out(p.identity) and p.identity not in seen), None)
             if problem is None:
                 return
             yield self._task("test", len(seen), problem)
-            seen.add(problem.prompt)
+            seen.add(problem.identity)
 
     def _draws(self, rng: random.Random) -> Iterator[Problem]:
         for _ in range(TRIES):
@@ -102,7 +112,7 @@ class Procedural(SingleTurn):
     def _task(self, split: Split, index: int, problem: Problem) -> Task:
         return Task(
             id=f"{self.name}/{split}/{index}",
-            messages=(Message("user", problem.prompt),),
+            messages=self.messages(problem),
             answer=problem.answer,
             environment=self.name,
             seed=problem.seed,

@@ -4,9 +4,10 @@ stand in order and the gap is last."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from ratchet.environments.game import OFFSETS, Game, neighbours, recited, shortest_way
+from ratchet.environments.drawing import COLOURS, WHITE, Mark, Rgb
+from ratchet.environments.game import OFFSETS, BoardGame, neighbours, recited, shortest_way
 from ratchet.environments.games_config import SlidingPuzzleConfig
 from ratchet.environments.single_turn import Problem
 from ratchet.types import Task
@@ -16,7 +17,7 @@ Board = tuple[int, ...]  # row by row; 0 is the gap
 UNDO = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
 
-class SlidingPuzzle(Game[Board]):
+class SlidingPuzzle(BoardGame[Board]):
     name = "sliding_puzzle"
 
     def __init__(self, config: SlidingPuzzleConfig) -> None:
@@ -64,6 +65,10 @@ class SlidingPuzzle(Game[Board]):
         cells = [f"{tile or '_':>{width}}" for tile in state]
         return "\n".join(between.join(cells[i : i + self.size]) for i in range(0, len(cells), self.size))
 
+    def cells(self, state: Board) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
+        drawn = [(COLOURS["blue"], [(str(tile), WHITE)]) if tile else (COLOURS["grey"], []) for tile in state]
+        return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
+
     def player(self, task: Task) -> Callable[[Board], str]:
         """The fewest moves; where that takes too long to find, the shuffle backwards."""
         start = self.start(task)
@@ -75,10 +80,10 @@ class SlidingPuzzle(Game[Board]):
         places = ((divmod(i, self.size), divmod(tile - 1, self.size)) for i, tile in enumerate(board) if tile)
         return sum(abs(row - home_row) + abs(column - home) for (row, column), (home_row, home) in places)
 
-    def rules(self) -> str:
-        last = self.size**2 - 1
+    def rules(self, in_text: bool = True) -> str:
+        last, gap = self.size**2 - 1, "_" if in_text else "grey"
         return (
-            f"Slide the tiles until they stand in order, 1 to {last} row by row, with the gap (_) last. A move slides the tile "
-            "next to the gap into it: up, down, left or right is the direction in which that tile moves. "
+            f"Slide the tiles until they stand in order, 1 to {last} row by row, with the gap ({gap}) last. A move slides the "
+            "tile next to the gap into it: up, down, left or right is the direction in which that tile moves. "
             f"You have {self.max_moves} moves. End each message with one of these words."
         )

@@ -6,10 +6,11 @@ A room is made backwards: the boxes stand on the goals, and a walk pulls them aw
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from ratchet.environments.game import OFFSETS, Game, neighbours, recited, shortest_way
+from ratchet.environments.drawing import COLOURS, Mark, Rgb
+from ratchet.environments.game import OFFSETS, BoardGame, neighbours, recited, shortest_way
 from ratchet.environments.games_config import SokobanConfig
 from ratchet.environments.single_turn import Problem
 from ratchet.types import Task
@@ -17,6 +18,8 @@ from ratchet.types import Task
 # The usual characters: player and box, on the floor and on a goal.
 SIGNS = {"player": "@+", "box": "$*", "floor": " ."}
 WALL = "#"
+STONE: Rgb = (70, 70, 80)
+FLOOR: Rgb = (235, 230, 215)
 
 
 class Room(NamedTuple):
@@ -28,7 +31,7 @@ class Room(NamedTuple):
     player: int
 
 
-class Sokoban(Game[Room]):
+class Sokoban(BoardGame[Room]):
     name = "sokoban"
 
     def __init__(self, config: SokobanConfig) -> None:
@@ -106,6 +109,15 @@ class Sokoban(Game[Room]):
         drawn = self._drawn(state)
         return "\n".join(drawn[i : i + self.width] for i in range(0, len(drawn), self.width))
 
+    def cells(self, state: Room) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
+        def cell(at: int) -> tuple[Rgb, Sequence[Mark]]:
+            marks: list[Mark] = [("square", COLOURS["orange"])] if at in state.boxes else []
+            marks += [("circle", COLOURS["blue"])] if at == state.player else []
+            marks += [("ring", COLOURS["red"])] if at in state.goals else []
+            return STONE if at in state.walls else FLOOR, marks
+
+        return [[cell(row * self.width + column) for column in range(self.width)] for row in range(self.width)]
+
     def _drawn(self, room: Room) -> str:
         def sign(cell: int) -> str:
             thing = "player" if cell == room.player else "box" if cell in room.boxes else "floor"
@@ -119,9 +131,11 @@ class Sokoban(Game[Room]):
         way = shortest_way(room, lambda at: self.won(at) is True, lambda at: neighbours(self, at))
         return recited(task.answer.split() if way is None else way)
 
-    def rules(self) -> str:
+    def rules(self, in_text: bool = True) -> str:
+        signs, drawn = ("@, on a goal +", "$", ".; with a box on it *", "#"), ("the blue disc", "orange", "red rings", "dark")
+        you, boxes, goals, walls = signs if in_text else drawn
         return (
-            f"You (@, on a goal +) push boxes ($) onto the goals (.; with a box on it *) in a room with walls (#). You can "
+            f"You ({you}) push boxes ({boxes}) onto the goals ({goals}) in a room with walls ({walls}). You can "
             f"push one box at a time, and pull none. You have {self.max_moves} moves. End each message with up, down, left or "
             "right."
         )

@@ -18,6 +18,11 @@ class ExactMatchConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.exact_match:ExactMatch"
 
+    marked: bool = Field(
+        False, description='What stands after "####", in <answer> or \\boxed{} is the answer, where there is such.'
+    )
+    ignore_case: bool = Field(False, description="Upper and lower case are the same, and a full stop at the end is none.")
+
 
 class NumericAnswerConfig(Section):
     """1 where the answer's final number equals the task's."""
@@ -25,6 +30,7 @@ class NumericAnswerConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.numeric:NumericAnswer"
 
     require_marker: bool = Field(False, description='Only a number after "####" or in \\boxed{} counts.')
+    tolerance: float = Field(0.0, ge=0, description="Numbers this near, absolute or relative to the task's, are equal.")
 
 
 class CountdownRewardConfig(Section):
@@ -64,6 +70,20 @@ class MultipleChoiceConfig(Section):
     require_marker: bool = Field(
         False, description='Only a letter after "answer is", "answer:" or "####", in <answer> or \\boxed{}, counts.'
     )
+
+
+class BoundingBoxConfig(Section):
+    """How well the box that the answer gives covers the task's: intersection over union, from 0 to 1, or GIoU, from -1."""
+
+    builds: ClassVar[str] = "ratchet.rewards.bounding_box:BoundingBox"
+
+    measure: Literal["iou", "giou"] = Field("iou", description="giou (arXiv:1902.09630) also tells misses near and far apart.")
+    threshold: float | None = Field(None, ge=-1, le=1, description="1 from this measure on, 0 below; null: the measure.")
+    corners: Literal["xyxy", "xywh"] = Field("xyxy", description="The task's box: two corners, or a corner and its size.")
+    given: Literal["pixels", "unit", "thousand"] = Field(
+        "pixels", description="Units of the task's box: pixels of its picture, 0 to 1, or 0 to 1000."
+    )
+    said: Literal["pixels", "unit", "thousand"] = Field("pixels", description="Units of the answer's box, its two corners.")
 
 
 class FormatConfig(Section):

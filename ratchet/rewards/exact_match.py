@@ -5,6 +5,7 @@ from __future__ import annotations
 from ratchet.errors import DataError
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.config import ExactMatchConfig
+from ratchet.rewards.extract import marked_answer
 from ratchet.types import Task
 
 
@@ -16,9 +17,13 @@ class ExactMatch(FinalAnswer):
         self.config = config
 
     def answer(self, text: str) -> str:
-        return text.strip()
+        marked = marked_answer(text) if self.config.marked else None
+        return self._spelt(text if marked is None else marked)
 
     def grade(self, text: str, task: Task) -> float:
         if task.answer is None:
             raise DataError(f"task '{task.id}' has no answer to compare with")
-        return float(text.strip() == str(task.answer).strip())
+        return float(self.answer(text) == self._spelt(str(task.answer)))
+
+    def _spelt(self, answer: str) -> str:
+        return answer.strip().rstrip(".").casefold() if self.config.ignore_case else answer.strip()

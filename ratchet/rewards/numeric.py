@@ -58,7 +58,9 @@ class NumericAnswer(FinalAnswer):
         gold = read_number(str(task.answer))
         if gold is None:
             raise DataError(f"task '{task.id}': its answer '{str(task.answer)[:100]}' is not a number")
-        return float(final_number(text, require_marker=self.config.require_marker) == gold)
+        number = final_number(text, require_marker=self.config.require_marker)
+        near = Fraction(self.config.tolerance) * max(1, abs(gold))
+        return float(number is not None and abs(number - gold) <= near)
 
 
 def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
