@@ -49,6 +49,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "D8": ("null or a number where text belongs", "refused with line and column"),
         "D9": ("a data file that changed since the checkpoint", "resumption is refused with the file's name, unless allowed"),
         "D10": ("a byte order mark, CRLF", "read as if they were not there"),
+        "D11": ("an image that is missing, or lies outside its root", "refused with row and file"),
+        "D12": ("an address of the web in a row", "not fetched unless asked for; one that can't be reached is refused"),
+        "D13": ("an image or a clip that is empty, cut off or none", "refused with row and file, or its attempt fails"),
+        "D14": ("an image of 20,000 pixels, or a decompression bomb", "refused by its header, before it is decoded"),
+        "D15": ("places for images in a text that are not as many as its images", "refused with both counts"),
     },
     "Model and numbers": {
         "M1": ("a tokenizer without a padding token", "none is needed: sequences are laid end to end"),

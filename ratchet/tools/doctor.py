@@ -23,6 +23,8 @@ PURPOSES = {
     "pyarrow": ("", "Parquet and Arrow files"),
     "fsspec": ("", "data in object stores"),
     "datasets": ("data", "datasets of the hub"),
+    "pillow": ("vision", "images and videos: reading and drawing them"),
+    "soundfile": ("audio", "audio of other forms than WAV"),
     "fastapi": ("proxy", "training of black-box agents"),
     "uvicorn": ("proxy", "training of black-box agents"),
     "ray": ("ray", "runs on several machines"),
