@@ -34,18 +34,22 @@ class Writer:
     ) -> Trajectory:
         """The task's messages and an answer; every turn of the assistant trains, or the last. tools: that were offered."""
         messages = (*task.messages, *answer)
-        tokens, trainable = self.renderer.supervised(messages, tools, train=train)
-        return self._checked(task, Trajectory.supervised(tokens, trainable, messages=messages), reward)
+        try:
+            tokens, trainable = self.renderer.supervised(messages, tools, train=train)
+            media = self.renderer.media(tokens, messages)
+        except DataError as error:
+            raise DataError(f"{task.where}: {error}") from error
+        return self._checked(task, Trajectory.supervised(tokens, trainable, messages=messages, media=media), reward)
 
     def stepped(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:
         """An answer whose steps are tokenized each by itself; a step is a turn, and its label that turn's reward."""
         tokens, turns = list(self.renderer.prompt(task.messages)), list[Turn]()
-        first = len(tokens)
+        first, media = len(tokens), self.renderer.media(tokens, task.messages)
         for text, label in steps:
             start = len(tokens)
             tokens += self.renderer.tokenizer.encode(text)
             turns.append(Turn(start, len(tokens), label))
-        trajectory = Trajectory.supervised(tokens, [i >= first for i in range(len(tokens))])
+        trajectory = Trajectory.supervised(tokens, [i >= first for i in range(len(tokens))], media=media)
         return replace(self._checked(task, trajectory, None), turns=tuple(turns))
 
     def _checked(self, task: Task, trajectory: Trajectory, reward: float | None) -> Trajectory:

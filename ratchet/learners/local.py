@@ -168,9 +168,9 @@ class LocalLearner:
         self._residence.leave()
 
     def weights(self) -> Iterator[Shard]:
-        rests = self.model.adapter is not None
+        resting = self.model.resting()
         for name, tensor in self.model.canonical_weights():
-            yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach(), rests=rests)
+            yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach(), rests=name in resting)
         for name, tensor in self.model.adapter_weights():
             yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
 
