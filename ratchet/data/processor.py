@@ -1,8 +1,8 @@
 """What a model's processor makes of images, audio clips and videos: each medium alone, once, whoever asks for it again.
 
-A processor of transformers turns a whole conversation into tokens and arrays. Here it is shown nothing but the placeholder of one
-medium and that medium: what the placeholder becomes is put into the conversation's tokens where its own was, so that text
-keeps the tokens that it was written or sampled in.
+A processor of transformers turns a whole conversation into tokens and arrays. Here it is shown nothing but the placeholder of
+one medium and that medium: what the placeholder becomes is put into the conversation's tokens where its own was, so that
+text keeps the tokens that it was written or sampled in.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from xxhash import xxh3_128
 
-from ratchet.data.config import MediaLimits
+from ratchet.config.media import PROCESSOR_FILES, MediaConfig
 from ratchet.data.media import audio_of, fetch, image_of, shown, video_of
 from ratchet.errors import DataError, ModelError
 from ratchet.types import MediaKind, Medium, Part
 
-FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
-REMEMBERED_MIB = 512  # of arrays
 # What a processor says of tokens, and not of media.
 OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
@@ -37,21 +35,19 @@ class Expanded(NamedTuple):
 
 
 class Processor:
-    """inner: one of transformers, or what does the same. fingerprint: of all that decides what it does. limits, root: of what
-    parts may refer to. remembered_mib: arrays of media that are kept, those that were asked for last."""
+    """inner: one of transformers, or what does the same. fingerprint: of all that decides what it does. media: what parts
+    may refer to, and how much is remembered."""
 
     def __init__(
         self,
         inner: Any,
         *,
         fingerprint: str,
-        limits: MediaLimits | None = None,
-        root: Path | str | None = None,
-        remembered_mib: float = REMEMBERED_MIB,
+        media: MediaConfig | None = None,
     ) -> None:
         self.inner, self.fingerprint = inner, fingerprint
-        self.limits, self.root = limits or MediaLimits(), root
-        self._room = remembered_mib * 2**20
+        self.limits = media or MediaConfig()
+        self._room = self.limits.remembered_mib * 2**20
         self._known: OrderedDict[str, Expanded] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
@@ -59,7 +55,7 @@ class Processor:
     @cached_property
     def placeholders(self) -> Mapping[int, MediaKind]:
         """The token that stands for a medium of each kind that the model reads, as chat templates write it."""
-        kinds = [kind for kind in KINDS if getattr(self.inner, f"{kind}_token", None) and self._reads(kind)]
+        kinds: list[MediaKind] = [kind for kind in KINDS if getattr(self.inner, f"{kind}_token", None) and self._reads(kind)]
         ids = self.inner.tokenizer.convert_tokens_to_ids
         return {int(ids(getattr(self.inner, f"{kind}_token"))): kind for kind in kinds}
 
@@ -76,7 +72,7 @@ class Processor:
         if kind == "text" or kind not in self.placeholders.values():
             kinds = " and ".join(self.placeholders.values())
             raise DataError(f"{where} has a part of the type '{kind}', and the model reads {kinds}: remove it")
-        source = fetch(part.value, where=where, limits=self.limits, root=self.root)
+        source = fetch(part.value, where=where, limits=self.limits, root=self.limits.root)
         key = xxh3_128(f"{self.fingerprint} {kind} ".encode() + source).hexdigest()
         with self._lock:
             if key in self._known:
@@ -130,11 +126,11 @@ def _bytes(one: Expanded) -> int:
 
 
 def load_processor(
-    directory: str | Path, *, limits: MediaLimits | None = None, root: Path | str | None = None, trust_remote_code: bool = False
+    directory: str | Path, *, media: MediaConfig | None = None, trust_remote_code: bool = False
 ) -> Processor | None:
     """That of a model's directory; None where it has none. Raises ModelError where transformers can't read it."""
     directory = Path(directory)
-    files = [directory / name for name in FILES if (directory / name).is_file()]
+    files = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
     if not files:
         return None
     try:
@@ -143,7 +139,7 @@ def load_processor(
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"transformers can't read the processor in {directory}: {reason}") from error
     content = b"".join(path.name.encode() + path.read_bytes() for path in files)
-    return Processor(inner, fingerprint=xxh3_128(content).hexdigest(), limits=limits, root=root)
+    return Processor(inner, fingerprint=xxh3_128(content).hexdigest(), media=media)
 
 
 def _inner(directory: Path, trust_remote_code: bool) -> Any:

@@ -35,7 +35,7 @@ class Renderer:
     """Renders with one template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja text, or None for the
     tokenizer's own. `variables` go to the template (such as `enable_thinking=False`); `now` is the time it may print;
     `tool_format` is one of `ratchet.data.tool_calls.FORMATS`, or "auto": told from the template. `processor`: the model's, for
-    messages with images, audio and videos; None: it reads text alone. The tokens that are given hold all that stand for a medium.
+    messages with images, audio and videos; None: it reads text alone. Tokens that are given hold all that stand for a medium.
 
     Raises DataError when there is no template, or when it has a syntax error.
     """
@@ -238,8 +238,8 @@ class Renderer:
         return found
 
     def _with_media(self, marked: list[tuple[int, int | None]], messages: Sequence[Message]) -> list[tuple[int, int | None]]:
-        """With all tokens of each medium in place of its placeholder, which nobody wrote. Raises DataError where there are not as
-        many placeholders as media."""
+        """With all tokens of each medium in place of its placeholder; nobody wrote them. Raises DataError where there are not
+        as many placeholders as media."""
         media = self._media(messages)
         if self.processor is None:
             return marked

@@ -1,7 +1,7 @@
 """Models of transformers that read images, audio or videos beside text, as policies.
 
-T = tokens of packed sequences laid end to end, S = sequences, d = hidden size. A medium's tokens are in the sequence already; its
-encoder (tower) gives the embeddings that are put in their places.
+T = tokens of packed sequences laid end to end, S = sequences, d = hidden size. A medium's tokens are in the sequence already;
+its encoder (tower) gives the embeddings that are put in their places.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,16 +20,19 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
+from ratchet.config.media import PROCESSOR_FILES
 from ratchet.errors import ModelError
 from ratchet.models import lora_transformers as on_transformers
 from ratchet.models.auto import TransformersPolicy, close, repeated, without_dropout
 from ratchet.models.by_plan import Plan
+from ratchet.models.files import atomic_path
+from ratchet.models.hf import Savable
+from ratchet.models.load import Towers
 from ratchet.models.lora import Adapter
 from ratchet.models.routing import Routing
 from ratchet.types import MediaKind, Medium, Placed
 
-Towers = Literal["frozen", "trained"]
-ENCODED_APART = frozenset[MediaKind](("image", "video"))  # what backbones take encoded, where they take anything so
+ENCODED_APART: tuple[MediaKind, ...] = ("image", "video")  # what backbones take encoded, where they take anything so
 TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}  # as transformers numbers tokens by what they stand for
 PROBE_SIDES = ((64, 96), (96, 32))  # pixels of images that a processor scales as it likes
 AROUND = 3  # tokens of text on either side of a probe's medium
@@ -52,10 +55,12 @@ class VisionPolicy(TransformersPolicy):
         saved_config: PreTrainedConfig | None = None,
         towers: Towers = "frozen",
         probes: Sequence[Medium] = (),
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """probes: two images, to find out whether packed sequences with media are kept apart; without, each runs alone. Raises
-        ModelError."""
+        """probes: two images, to find out whether packed sequences with media are kept apart; without, each runs alone. files:
+        of its processor, by name, which `save` writes too. Raises ModelError."""
         self.towers: Towers = towers
+        self.files = dict(files or {})
         self.packs = True  # until the probes say otherwise
         super().__init__(model, saved_config=saved_config)
         if self.packs:
@@ -85,7 +90,15 @@ class VisionPolicy(TransformersPolicy):
             reason = str(error).strip().splitlines()[0]
             raise ModelError(f"transformers can't load a model of images and text from {directory}: {reason}") from None
         nn.Module.to(model, device)
-        return cls(model, saved_config=saved, towers=towers, probes=probe_images(directory, model))
+        files = {name: (directory / name).read_bytes() for name in PROCESSOR_FILES if (directory / name).is_file()}
+        probes = probe_images(directory, model) if files else []
+        return cls(model, saved_config=saved, towers=towers, probes=probes, files=files)
+
+    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+        super().save(directory, weights)
+        for name, content in self.files.items():
+            with atomic_path(directory / name) as temporary:
+                temporary.write_bytes(content)
 
     @property
     def reads_media(self) -> bool:
@@ -107,8 +120,8 @@ class VisionPolicy(TransformersPolicy):
 
     def plan(self, ranks: int) -> Plan:
         raise ModelError(
-            f"learner.tensor_parallel={ranks}: a model that reads media is not divided so: set it to 1, and learner.dp_shard to "
-            "the number of ranks"
+            f"learner.tensor_parallel={ranks}: a model that reads media is not divided so: set it to 1, and "
+            "learner.dp_shard to the number of ranks"
         )
 
     # --- what trains
@@ -184,7 +197,7 @@ class VisionPolicy(TransformersPolicy):
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
         found = [placed.medium for row in media for placed in row]
         outputs: dict[str, Any] = {}
-        for kind in dict.fromkeys(medium.kind for medium in found):
+        for kind in {medium.kind: None for medium in found}:
             own = [medium for medium in found if medium.kind == kind]
             if kind in seen:
                 outputs[kind] = seen[kind].of(own)
@@ -214,7 +227,8 @@ class VisionPolicy(TransformersPolicy):
     def _positions(
         self, tokens_T: Tensor, positions_T: Tensor, types_T: Tensor, lengths: Sequence[int], media: Media
     ) -> Tensor:
-        """[1, T]; of an M-RoPE model the rows [text, time, height, width], [4, 1, T], where it packs, else without the first."""
+        """[1, T]; of an M-RoPE model the rows text, time, height and width, [4, 1, T]; where it doesn't pack, without the
+        first."""
         find = getattr(self.backbone, "get_rope_index", None)
         if find is None:
             return positions_T[None]
@@ -231,8 +245,8 @@ class VisionPolicy(TransformersPolicy):
         return (rows_4T if self.packs else rows_4T[1:])[:, None]
 
     def _anchored(self, hidden_Td: Tensor) -> Tensor:
-        """With a gradient, be it 0, for every weight that trains: ranks of which one saw no image must add up the same ones, and
-        an optimizer does to a weight what it would have done in one process."""
+        """With a gradient, be it 0, for every weight that trains: ranks of which one saw no image must add up the same ones,
+        and an optimizer does to a weight what it would have done in one process."""
         if not torch.is_grad_enabled() or self.adapter is not None or self.towers == "frozen":
             return hidden_Td
         return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
@@ -241,9 +255,9 @@ class VisionPolicy(TransformersPolicy):
         """What the encoders give for each medium, once, however often it is among them; nothing of a kind whose encoder the
         backbone has to call by itself."""
         seen: dict[MediaKind, Seen] = {}
-        for kind in dict.fromkeys(medium.kind for medium in media if medium.kind in ENCODED_APART):
+        for kind in {medium.kind: None for medium in media}:
             encode = getattr(self.backbone, f"get_{kind}_features", None)
-            if encode is None or "mm_encoder_outputs" not in self.takes:
+            if kind not in ENCODED_APART or encode is None or "mm_encoder_outputs" not in self.takes:
                 continue
             unique = {medium.key: medium for medium in media if medium.kind == kind}
             known = inspect.signature(encode).parameters
@@ -356,9 +370,7 @@ def joined(media: Sequence[Medium]) -> dict[str, Tensor]:
 def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
     """Two images as the processor in a model's directory prepares them; none where it reads none."""
     encode = getattr(model.base_model, "get_image_features", None)
-    if encode is None or not any(
-        (directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
-    ):
+    if encode is None:
         return []
     try:
         process = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
