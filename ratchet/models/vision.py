@@ -169,11 +169,10 @@ class VisionPolicy(TransformersPolicy):
         assert routing is None, "the routers of a transformers model are its own"
         assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         media = media or [()] * len(lengths)
-        seen = self._encoded([placed.medium for row in media for placed in row])
         if self.packs:
-            return self._anchored(self._forward(tokens_T, positions_T, lengths, media, seen))
+            return self._anchored(self._forward(tokens_T, positions_T, lengths, media))
         rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True)
-        alone = [self._forward(tokens, positions, [len(tokens)], [own], seen) for tokens, positions, own in rows]
+        alone = [self._forward(tokens, positions, [len(tokens)], [own]) for tokens, positions, own in rows]
         return self._anchored(torch.cat(alone))
 
     def forward(
@@ -188,15 +187,13 @@ class VisionPolicy(TransformersPolicy):
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Of text alone."""
-        return self._forward(tokens_T, positions_T, [len(tokens_T)], [()], {})
+        return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])
 
-    def _forward(
-        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media, seen: Mapping[MediaKind, Seen]
-    ) -> Tensor:
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media) -> Tensor:
         types_T = self._types(tokens_T)
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
         found = [placed.medium for row in media for placed in row]
-        outputs: dict[str, Any] = {}
+        seen, outputs = self._encoded(found), dict[str, Any]()
         for kind in {medium.kind: None for medium in found}:
             own = [medium for medium in found if medium.kind == kind]
             if kind in seen:
