@@ -39,7 +39,7 @@ def _filler(batch: Batch) -> Micro:
 
 
 def light(batches: Sequence[Batch]) -> list[Batch]:
-    """What a rank needs of them: each of their media once, whatever objects they are, without the file that it was made from."""
+    """What a rank needs of them: each of their media once, whatever objects they are, without the file it was made from."""
     known: dict[str, Medium] = {}
 
     def one(medium: Medium) -> Medium:
