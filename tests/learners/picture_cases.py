@@ -11,12 +11,12 @@ from ratchet.algorithms.sft import build_sft
 from ratchet.config.schema import OptimizerConfig
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.dispatch import deal, light
-from ratchet.learners.dtensor import DTensorLearner, shard_model
+from ratchet.learners.dtensor_models import DTensorModels
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.mesh import Mesh
 from ratchet.learners.plan import plan_microbatches
-from ratchet.learners.topology import Topology
+from ratchet.learners.specs import RoleSpec
 from ratchet.models.load import of_transformers
+from ratchet.models.origin import Origin
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
 TOKENS = 70  # of a micro-batch
@@ -39,13 +39,12 @@ def local(directory, towers, batches, *, tokens=TOKENS, dtype=torch.float64, che
     return metrics, {name: weight.clone() for name, weight in policy.canonical_weights()}, columns["logprobs"], learner
 
 
-def ranked(rank, topology, directory, towers, pickled, saved=None):
+def ranked(rank, shards, directory, towers, pickled, saved=None):
     """On one rank: (metrics by step, blocks of weights (with whether they rest), names of what has a gradient)."""
-    mesh = Mesh(Topology(**topology), "cpu")
-    policy = of_transformers(directory, dtype=torch.float64, towers=towers)
-    shard_model(policy, policy.layers(), mesh)
-    config = DTensorConfig(dp_shard=mesh.topology.shards, dp_replicate=mesh.topology.replicas)
-    learner = DTensorLearner(config, mesh, policy, device=torch.device("cpu"), optimizer=OPTIMIZER, total_steps=10)
+    provider = DTensorModels(DTensorConfig(dp_shard=shards), torch.device("cpu"), torch.float64)
+    policy = provider.load(Origin(path=str(directory), towers=towers)).requires_grad_(True)
+    spec = RoleSpec(optimizer={**OPTIMIZER.model_dump(mode="json"), "kind": "adamw"}, total_steps=10)
+    learner, mesh = provider.learner(policy, spec), provider.mesh
     metrics, pictures = [], []
     for batch in pickle.loads(pickled):
         batch, terms = weighed(batch)

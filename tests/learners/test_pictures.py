@@ -66,9 +66,8 @@ def test_fsdp2_on_two_ranks_is_one_process(family, towers, tmp_path):
     """In the first step one rank has pictures and the other has none; in the second nobody has."""
     batches = [batch_of(family, 0, 1), batch_of(family, 1, 1), batch_of(family, 0, 1, 2, 1, 2)]
     expected = local(model_directory(family), towers, batches)
-    topology = {"shards": 2}
     results = run_ranks(
-        2, "learners.picture_cases:ranked", topology, model_directory(family), towers, pickle.dumps(batches), tmp_path / "saved"
+        2, "learners.picture_cases:ranked", 2, model_directory(family), towers, pickle.dumps(batches), tmp_path / "saved"
     )
     assert sorted(map(sum, (pictures[0] for _, _, pictures in results))) == [0, 3]
     assert [sum(pictures[1]) for _, _, pictures in results] == [0, 0]
