@@ -367,7 +367,7 @@ def joined(media: Sequence[Medium]) -> dict[str, Tensor]:
 def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
     """Two images as the processor in a model's directory prepares them; none where it reads none."""
     encode = getattr(model.base_model, "get_image_features", None)
-    if encode is None:
+    if encode is None or getattr(model.config, "image_token_id", None) is None:
         return []
     try:
         process = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
