@@ -14,6 +14,7 @@ from ratchet.config.base import Section
 from ratchet.config.kinds import construct, imported
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
 from ratchet.data.config import AutoTokenizerConfig
+from ratchet.data.processor import Processor, load_processor
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.executors.cluster import Need
@@ -24,7 +25,7 @@ from ratchet.interfaces import Executor, Reward
 from ratchet.learners.config import DTensorConfig, SpreadConfig
 from ratchet.learners.topology import topology_of
 from ratchet.models.adapters import require_peft
-from ratchet.models.load import init_policy, load_policy
+from ratchet.models.load import find_model, init_policy, load_policy
 from ratchet.models.lora import Adapter
 from ratchet.models.origin import Origin
 from ratchet.models.policy import DecoderPolicy, PolicyModel
@@ -112,7 +113,11 @@ def _origin(config: RunConfig, model: PolicyModel) -> Origin:
         assert isinstance(model, DecoderPolicy), "presets are decoders"
         return Origin(shape=model.decoder.config, seed=config.seed)
     return Origin(
-        path=source.path, backend=source.backend, trust_remote_code=source.trust_remote_code, revision=source.revision
+        path=source.path,
+        backend=source.backend,
+        trust_remote_code=source.trust_remote_code,
+        revision=source.revision,
+        towers=source.towers,
     )
 
 
@@ -149,6 +154,7 @@ def build_policy(config: RunConfig) -> Policy:
             device=device,
             trust_remote_code=source.trust_remote_code,
             revision=source.revision,
+            towers=source.towers,
         )
     else:
         assert source.preset is not None, "the configuration lets neither path nor preset through without the other"
@@ -156,7 +162,21 @@ def build_policy(config: RunConfig) -> Policy:
         model = init_policy(shape, seed=config.seed, device=device)
     format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
     generator = config.stages[0].generator
-    return Policy.of(model, tokenizer, template=template_of(config), tool_format=format_of_tools, generator=generator)
+    return Policy.of(
+        model,
+        tokenizer,
+        template=template_of(config),
+        tool_format=format_of_tools,
+        processor=processor_of(config) if model.reads_media else None,
+        generator=generator,
+    )
+
+
+def processor_of(config: RunConfig) -> Processor | None:
+    """Of the model's directory; None where it has none."""
+    source = config.model
+    directory = find_model(str(source.path), revision=source.revision, with_code=source.trust_remote_code)
+    return load_processor(directory, media=config.media, trust_remote_code=source.trust_remote_code)
 
 
 def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsCo
 from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import EvaluationConfig, OptimizerConfig
 from ratchet.config.sentinels import SentinelsConfig
+from ratchet.data.processor import Processor
 from ratchet.data.renderer import Renderer
 from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import ModelError
@@ -45,20 +46,23 @@ class Policy:
         *,
         template: str | None = None,
         tool_format: str = "auto",
+        processor: Processor | None = None,
         generator: Section | None = None,
         ranks: Workers | None = None,
     ) -> Policy:
-        """generator: its section; None: the engine, which reads the model's own tensors. ranks: processes that train, whose
-        weights the model here is sent; None: the model here is trained. Raises ModelError for a misfit."""
+        """processor: of a model that reads media. generator: its section; None: the engine, which reads the model's own
+        tensors. ranks: processes that train, whose weights the model here is sent; None: the model here is trained. Raises
+        ModelError for a misfit."""
         if tokenizer.vocab_size > model.vocab_size:
             raise ModelError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}: "
                 "they don't belong together; give the model's own tokenizer"
             )
+        renderer = Renderer(tokenizer, template, processor=processor, tool_format=tool_format)
         section = generator or resolve("generator", {})
         with environment.settings(getattr(section, "environment", {})):
             made = construct(section, model, tokenizer)
-        return cls(model, tokenizer, Renderer(tokenizer, template, tool_format=tool_format), made, ranks)
+        return cls(model, tokenizer, renderer, made, ranks)
 
     @property
     def one_host(self) -> bool:

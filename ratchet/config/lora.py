@@ -27,6 +27,15 @@ def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         yield clash(str(error), "lora.target_modules")
 
 
+def _towers(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.lora is not None and config.model.towers != "frozen":
+        yield clash(
+            f"model.towers={config.model.towers} and lora: an adapter is of the language model, and all else rests: remove one",
+            "model.towers",
+            "lora",
+        )
+
+
 def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner: Any = stage.learner
     if stage.lora is None or not hasattr(learner, "adapts_pipelines"):  # one in this process trains any
@@ -75,4 +84,4 @@ def _served(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (_maps, _ranks, _last, _served)
+LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (_maps, _towers, _ranks, _last, _served)

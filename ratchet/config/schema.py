@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 from ratchet.config.base import Section
 from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsConfig, SamplingConfig
 from ratchet.config.kinds import Slot, resolve
+from ratchet.config.media import MediaConfig
 from ratchet.config.sentinels import SentinelsConfig
 
 
@@ -40,6 +41,10 @@ class ModelConfig(Section):
         default="auto", description="Whose code runs it: Ratchet's own decoder where it can (auto), or that of transformers."
     )
     overrides: dict[str, Any] = Field(default_factory=dict, description="Fields of the preset's shape to change.")
+    towers: Literal["frozen", "trained"] = Field(
+        default="frozen",
+        description="The encoders of images, audio and videos of a model that has some: at rest, or trained too.",
+    )
     trust_remote_code: bool = Field(default=False, description="Let transformers run code that comes with the model.")
 
 
@@ -289,6 +294,7 @@ class RunConfig(Section):
     run_dir: str | None = Field(default=None, description="Where the run is written; null: runs/<name>. Never overwritten.")
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[Chosen, Slot("tokenizer")] = Field(default_factory=_default("tokenizer", "auto"))
+    media: MediaConfig = MediaConfig()
     cluster: Annotated[Chosen, Slot("cluster")] = Field(default_factory=_default("cluster", "local"))
     logging: LoggingConfig = LoggingConfig()
     record: RecordConfig = RecordConfig()

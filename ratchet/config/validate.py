@@ -42,6 +42,11 @@ def _model(config: RunConfig) -> Iterator[Conflict]:
         yield from _preset(config, model, model.preset)
     elif model.overrides:
         yield clash("model.overrides changes a preset, and model.path brings its own shape: remove it", "model.overrides")
+    if model.towers != "frozen" and (model.preset is not None or model.backend == "ratchet"):
+        yield clash(
+            f"model.towers={model.towers} is of a model that reads media, which transformers runs from model.path: remove it",
+            "model.towers",
+        )
     if model.trust_remote_code and model.backend == "ratchet":
         yield clash(
             "model.trust_remote_code is read by transformers alone: remove it, or set model.backend=auto",

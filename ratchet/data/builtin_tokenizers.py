@@ -22,18 +22,27 @@ BYTES = 256
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def character_tokenizer(alphabet: str = PRINTABLE, *, multiple_of: int = 8) -> Tokenizer:
+def character_tokenizer(
+    alphabet: str = PRINTABLE,
+    *,
+    multiple_of: int = 8,
+    controls: Sequence[str] = (),
+    eos: str = "<eos>",
+    template: str = BUILTIN["plain"],
+) -> Tokenizer:
     """One token a character of `alphabet`, after the special tokens; reserved tokens fill up to a multiple of `multiple_of`.
-    Any other character raises DataError when it is encoded. Raises ConfigError for an alphabet with repetitions."""
+    Any other character raises DataError when it is encoded. controls: further special tokens, of which `eos` may be one.
+    Raises ConfigError for an alphabet with repetitions."""
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise ConfigError(f"tokenizer.alphabet {alphabet!r} must hold each of its characters once")
-    used = len(SPECIALS) + len(alphabet)
+    specials = [*SPECIALS, *controls]
+    used = len(specials) + len(alphabet)
     reserved = [f"<reserved_{i + 1}>" for i in range(-used % multiple_of)]
-    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *alphabet, *reserved])}
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet, *reserved])}
     backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    return _wrap(backend, [*SPECIALS, *reserved], {"unk_token": "<unk>"})
+    return _wrap(backend, [*specials, *reserved], {"unk_token": "<unk>", "eos_token": eos}, template)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -60,10 +69,10 @@ def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return _wrap(backend, SPECIALS, {})
 
 
-def _wrap(backend: Backend, specials: Sequence[str], names: dict[str, str]) -> Tokenizer:
+def _wrap(backend: Backend, specials: Sequence[str], names: dict[str, str], template: str = BUILTIN["plain"]) -> Tokenizer:
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     config = {"pad_token": "<pad>", "eos_token": "<eos>", "clean_up_tokenization_spaces": False, **names}
-    return Tokenizer(backend, config=config, chat_template=BUILTIN["plain"])
+    return Tokenizer(backend, config=config, chat_template=template)
 
 
 # --- from configuration: (section, the model's directory or hub id) -> Tokenizer

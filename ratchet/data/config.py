@@ -64,18 +64,3 @@ class ByteBPEConfig(TokenizerConfig):
 
     texts: tuple[Path, ...] = Field(min_length=1, description="Text files (UTF-8) to train on, read line by line.")
     vocab_size: int = Field(4096, ge=264, description="256 bytes, 8 special tokens, and the merges.")
-
-
-PILLOW_PIXELS = 178_956_970  # of an image that Pillow refuses to open, whatever is asked of it
-
-
-class MediaLimits(Section):
-    """What an image, an audio clip or a video may be. Beyond it, a row or an attempt fails with an error that says so."""
-
-    max_side: int = Field(default=8192, ge=1, description="Pixels of an image's longer side.")
-    max_pixels: int = Field(default=64_000_000, ge=1, le=PILLOW_PIXELS, description="Of an image or a frame, as declared.")
-    max_mib: float = Field(default=64.0, gt=0, description="Of one encoded file.")
-    max_frames: int = Field(default=64, ge=1, description="Of a video; from a longer one so many are taken, evenly spaced.")
-    max_audio_s: float = Field(default=600.0, gt=0, description="Length of an audio clip.")
-    urls: bool = Field(default=False, description="Fetch http:// and https:// addresses that rows name.")
-    timeout_s: float = Field(default=20.0, gt=0, description="Of fetching one address.")

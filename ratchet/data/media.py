@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.data.config import MediaLimits
+from ratchet.config.media import MediaLimits
 from ratchet.data.files import STORES, open_binary, reading
 from ratchet.errors import DataError, MissingDependency
 from ratchet.types import MediaKind, Part

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ratchet.data.config import MediaLimits
+from ratchet.config.media import MediaLimits
 from ratchet.data.files import reading
 from ratchet.data.jsonl import kind_of
 from ratchet.data.media import check, embedded, fetch, located, shown

@@ -13,12 +13,16 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ratchet.data.conversation import Conversation, Piece, TurnShape, turn_shape
+from ratchet.data.processor import Expanded, Processor
 from ratchet.data.templates import SENTINEL, ChatTemplate, template_source
 from ratchet.data.tokenizer import After, Tokenizer
 from ratchet.data.tool_calls import ToolFormat, tool_format
 from ratchet.errors import DataError
-from ratchet.types import Message, StopReason
+from ratchet.types import Message, Placed, StopReason
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -30,7 +34,8 @@ PROBES = (Message("assistant", "<think>\nr\n</think>\n\na"), Message("assistant"
 class Renderer:
     """Renders with one template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja text, or None for the
     tokenizer's own. `variables` go to the template (such as `enable_thinking=False`); `now` is the time it may print;
-    `tool_format` is one of `ratchet.data.tool_calls.FORMATS`, or "auto": told from the template.
+    `tool_format` is one of `ratchet.data.tool_calls.FORMATS`, or "auto": told from the template. `processor`: the model's, for
+    messages with images, audio and videos; None: it reads text alone. Tokens that are given hold all that stand for a medium.
 
     Raises DataError when there is no template, or when it has a syntax error.
     """
@@ -40,11 +45,12 @@ class Renderer:
         tokenizer: Tokenizer,
         template: str | None = None,
         *,
+        processor: Processor | None = None,
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
         tool_format: str = "auto",
     ) -> None:
-        self.tokenizer, self._tool_format = tokenizer, tool_format
+        self.tokenizer, self.processor, self._tool_format = tokenizer, processor, tool_format
         names = {**tokenizer.special_tokens, **(variables or {})}
         self.template = ChatTemplate(template_source(template, tokenizer), names, now or datetime.now())
 
@@ -52,7 +58,7 @@ class Renderer:
         """Tokens of the conversation, up to where the assistant's next turn begins."""
         conversation = self._conversation(messages, tools)
         pieces, _ = conversation.before(len(messages))
-        return [token for token, _ in conversation.tokens(pieces)]
+        return [token for token, _ in self._with_media(conversation.tokens(pieces), messages)]
 
     def supervised(
         self, messages: Sequence[Message], tools: Tools | None = None, *, train: Literal["all", "last"]
@@ -75,7 +81,7 @@ class Renderer:
                 'reasoning), so it can\'t train as it was written: use train="last", with one row a turn'
             )
         _, answer = conversation.turn(last)
-        marked = conversation.tokens([*pieces, Piece(answer, last)])
+        marked = self._with_media(conversation.tokens([*pieces, Piece(answer, last)]), messages)
         tokens = [token for token, _ in marked]
         trainable = [turn is not None and (train == "all" or turn == last) for _, turn in marked]
         if marked[-1][1] != last or tokens[-1] not in self._controls:  # the template does not end a turn, but the model must
@@ -106,7 +112,7 @@ class Renderer:
         if ended:
             follows = follows.removeprefix(shape.end)
         after: After = "special" if last in self._controls else "text"
-        added = [token for token, _ in conversation.tokens([Piece(follows)], after)]
+        added = [token for token, _ in self._with_media(conversation.tokens([Piece(follows)], after), messages)]
         # Without an end of its own, a turn ends where the next header begins: the model has written that token then.
         return added[1:] if ended and not shape.end and added[:1] == [last] else added
 
@@ -131,6 +137,31 @@ class Renderer:
         except DataError:
             return False
         return shown.startswith(prompt + answer)
+
+    def media(self, tokens: Sequence[int] | NDArray[np.int64], messages: Sequence[Message]) -> tuple[Placed, ...]:
+        """The media of `messages`, where they lie in `tokens`, which hold these messages and no others with media. Raises
+        DataError where they are not there."""
+        media = self._media(messages)
+        if not media:
+            return ()
+        assert self.processor is not None, "who reads media has one"
+        reserved, row, placed, end = self.processor.reserved, np.asarray(tokens, dtype=np.int64), list[Placed](), 0
+        marks = np.isin(row, list(reserved)).nonzero()[0]
+        for one in media:
+            before = next(i for i, token in enumerate(one.tokens) if token in reserved)
+            found = marks[marks >= end]
+            start = int(found[0]) - before if len(found) else len(row)
+            end = start + one.medium.span
+            if start < 0 or tuple(row[start:end].tolist()) != one.tokens:
+                raise DataError(f"{len(media)} media in the messages, and not all of them in the tokens: render them together")
+            placed.append(Placed(start, one.medium))
+        return tuple(placed)
+
+    def stray(self, sampled: Sequence[int]) -> str | None:
+        """The first of the sampled tokens that stands for a medium, which a policy can't write; None: there is none."""
+        reserved = frozenset[int]() if self.processor is None else self.processor.reserved
+        found = next((token for token in sampled if token in reserved), None)
+        return None if found is None else self.tokenizer.decode([found], skip_special=False)
 
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
         """The completion as the message that renders to it: without its end of turn and other special tokens, and with what
@@ -192,7 +223,49 @@ class Renderer:
     def _conversation(self, messages: Sequence[Message], tools: Tools | None) -> Conversation:
         return Conversation(self.template, self.tokenizer, self._shape, messages, tools)
 
+    def _media(self, messages: Sequence[Message]) -> list[Expanded]:
+        """Of all messages, in order."""
+        found: list[Expanded] = []
+        for index, message in enumerate(messages):
+            parts = () if isinstance(message.content, str) else message.content
+            for part in (part for part in parts if part.type != "text"):
+                if self.processor is None:
+                    raise DataError(
+                        f"message {index} has a part of the type '{part.type}', and the model reads text alone: choose a model "
+                        "that reads it, or remove the part"
+                    )
+                found.append(self.processor.expanded(part, where=f"message {index}"))
+        return found
+
+    def _with_media(self, marked: list[tuple[int, int | None]], messages: Sequence[Message]) -> list[tuple[int, int | None]]:
+        """With all tokens of each medium in place of its placeholder; nobody wrote them. Raises DataError where there are not
+        as many placeholders as media."""
+        media = self._media(messages)
+        if self.processor is None:
+            return marked
+        whole, placeholders, used = list[tuple[int, int | None]](), self.processor.placeholders, 0
+        for token, turn in marked:
+            kind = placeholders.get(token)
+            if kind is None:
+                whole.append((token, turn))
+                continue
+            if used < len(media) and media[used].medium.kind == kind:
+                whole += [(part, None) for part in media[used].tokens]
+            used += 1
+        wanted, found = [one.medium.kind for one in media], [placeholders[t] for t, _ in marked if t in placeholders]
+        if wanted != found:
+            raise DataError(
+                f"the messages hold {_listed(wanted)}, and the chat template writes placeholders for {_listed(found)}: use the "
+                "model's own template, and no placeholders in it beside those of parts"
+            )
+        return whole
+
     def _eos(self) -> int:
         if not self.tokenizer.eos_ids:
             raise DataError("neither the template nor the tokenizer ends the assistant's turn: set eos_token in its config")
         return self.tokenizer.eos_ids[0]
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    counts = {kind: kinds.count(kind) for kind in kinds}
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items()) or "no media"

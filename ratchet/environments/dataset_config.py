@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ratchet.data.config import MediaLimits
+from ratchet.config.media import MediaLimits
 from ratchet.data.files import DataFile, expand, is_remote
 from ratchet.data.parts import COLUMNS as OF_MEDIA
 from ratchet.data.presets import Preset

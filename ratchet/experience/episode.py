@@ -30,6 +30,7 @@ from ratchet.types import (
     Message,
     Outcome,
     Owner,
+    Placed,
     Sampling,
     StopReason,
     Task,
@@ -47,12 +48,16 @@ class PromptMemo:
     def __init__(self) -> None:
         self.given: tuple[Sequence[Message], Tools | None] | None = None
         self.tokens = np.zeros(0, dtype=np.int64)
+        self.media: tuple[Placed, ...] = ()
 
-    def render(self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None) -> np.ndarray:
+    def render(
+        self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[np.ndarray, tuple[Placed, ...]]:
         if self.given != (messages, tools):
-            self.given = list(messages), tools
             self.tokens = np.asarray(renderer.prompt(messages, tools), dtype=np.int64)
-        return self.tokens
+            self.media = renderer.media(self.tokens, messages)
+            self.given = list(messages), tools
+        return self.tokens, self.media
 
 
 @dataclass
@@ -116,11 +121,12 @@ class TokenRecord:
 class Strand:
     """A stretch of an attempt in which every prompt extends the last one: it becomes one trajectory.
 
-    known: messages of the conversation that it holds.
+    known: messages of the conversation that it holds. media: those of all tokens so far.
     """
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)
+    media: tuple[Placed, ...] = ()
     known: int = 0
 
     @property
@@ -157,6 +163,7 @@ class Play:
                 temperature=self.sampling.temperature,
                 turns=tuple(strand.turns),
                 messages=tuple(self.messages[: strand.known]),
+                media=strand.media,
                 outcome=outcome,
                 metrics=self.metrics | {"forks": len(strands) - 1.0},
             )
@@ -244,7 +251,8 @@ class Player:
         if self.offers(environment, OffersTools):
             play.tools = await offered_tools(environment, play.task) or None  # a mixture may have none for this task
             play.metrics["malformed_tool_calls"] = 0
-        play.strand.record.add(Owner.PROMPT, memo.render(self.renderer, play.messages, play.tools))
+        prompt, play.strand.media = memo.render(self.renderer, play.messages, play.tools)
+        play.strand.record.add(Owner.PROMPT, prompt)
         for number in range(self.max_turns):
             room = self.max_context - play.strand.record.length
             if room <= 0:
@@ -269,7 +277,7 @@ class Player:
             own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, room))
         play.waits_for = "the generator"
         with waiting("attempts", GENERATE, "generator", self.timeout_s):
-            completion = await self.generator.generate(strand.record.tokens(), own)
+            completion = await self._completion(strand, own)
         play.waits_for = "the environment"
         start = strand.record.length
         strand.record.add(Owner.POLICY, completion.tokens, completion)
@@ -278,6 +286,8 @@ class Player:
         play.metrics["turns"] += 1
         if completion.stop is StopReason.ABORTED:
             return True, Cancelled("aborted")
+        if stray := self.renderer.stray(completion.tokens.tolist()):
+            return True, Failed("data", f"the policy wrote {stray}, which stands for a medium, and there is none")
         if not completion.stop.finished:
             strand.turns.append(Turn(start, strand.record.length))
             return True, Truncated()
@@ -290,6 +300,12 @@ class Player:
         if not step.done:
             self._observe(play, completion, history, step.messages)
         return step.done, None
+
+    async def _completion(self, strand: Strand, sampling: Sampling) -> Completion:
+        tokens = strand.record.tokens()
+        if not strand.media:  # a generator need not know of any
+            return await self.generator.generate(tokens, sampling)
+        return await self.generator.generate(tokens, sampling, strand.media)
 
     def _waiting(self, name: str, environment: Environment) -> Wait:
         return waiting("attempts", name, f"environment {type(environment).__name__}", self.timeout_s)
@@ -311,10 +327,15 @@ class Player:
         sampled = completion.tokens.tolist()
         if self.renderer.keeps(sampled, answers, history=history, said=said, tools=play.tools):
             added = self.renderer.extend(sampled, answers, history=history, tools=play.tools)
+            start = play.strand.record.length
             play.strand.record.add(Owner.ENVIRONMENT, added)
+            more = self.renderer.media(added, answers)
+            play.strand.media += tuple(one._replace(start=start + one.start) for one in more)
         else:
             play.strands.append(Strand())
-            play.strand.record.add(Owner.PROMPT, self.renderer.prompt(play.messages, play.tools))
+            prompt = self.renderer.prompt(play.messages, play.tools)
+            play.strand.record.add(Owner.PROMPT, prompt)
+            play.strand.media = self.renderer.media(prompt, play.messages)
 
 
 async def offered_tools(environment: OffersTools, task: Task) -> Tools:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -34,18 +35,22 @@ class Writer:
     ) -> Trajectory:
         """The task's messages and an answer; every turn of the assistant trains, or the last. tools: that were offered."""
         messages = (*task.messages, *answer)
-        tokens, trainable = self.renderer.supervised(messages, tools, train=train)
-        return self._checked(task, Trajectory.supervised(tokens, trainable, messages=messages), reward)
+        with _of(task):
+            tokens, trainable = self.renderer.supervised(messages, tools, train=train)
+            media = self.renderer.media(tokens, messages)
+        return self._checked(task, Trajectory.supervised(tokens, trainable, messages=messages, media=media), reward)
 
     def stepped(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:
         """An answer whose steps are tokenized each by itself; a step is a turn, and its label that turn's reward."""
-        tokens, turns = list(self.renderer.prompt(task.messages)), list[Turn]()
-        first = len(tokens)
+        with _of(task):
+            tokens = list(self.renderer.prompt(task.messages))
+            media = self.renderer.media(tokens, task.messages)
+        first, turns = len(tokens), list[Turn]()
         for text, label in steps:
             start = len(tokens)
             tokens += self.renderer.tokenizer.encode(text)
             turns.append(Turn(start, len(tokens), label))
-        trajectory = Trajectory.supervised(tokens, [i >= first for i in range(len(tokens))])
+        trajectory = Trajectory.supervised(tokens, [i >= first for i in range(len(tokens))], media=media)
         return replace(self._checked(task, trajectory, None), turns=tuple(turns))
 
     def _checked(self, task: Task, trajectory: Trajectory, reward: float | None) -> Trajectory:
@@ -54,6 +59,15 @@ class Writer:
             raise DataError(f"{task.where}: {size}: shorten or drop it")
         outcome = None if reward is None else Scored(reward)
         return replace(trajectory, outcome=outcome, temperature=self.temperature)
+
+
+@contextmanager
+def _of(task: Task) -> Iterator[None]:
+    """What is wrong with a task's messages names the task."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{task.where}: {error}") from error
 
 
 class Rows(StreamSource):

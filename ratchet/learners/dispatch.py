@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ratchet.batch import Batch
+from ratchet.types import Medium
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ def _filler(batch: Batch) -> Micro:
     row = batch.take([shortest])
     nothing = {name: weight._replace(values=torch.zeros_like(weight.values)) for name, weight in row.weights.items()}
     return Micro((), replace(row, weights=nothing))
+
+
+def light(batches: Sequence[Batch]) -> list[Batch]:
+    """What a rank needs of them: each of their media once, whatever objects they are, without the file it was made from."""
+    known: dict[str, Medium] = {}
+
+    def one(medium: Medium) -> Medium:
+        return known.setdefault(medium.key, replace(medium, source=b""))
+
+    return [
+        replace(batch, media_S=tuple(tuple(at._replace(medium=one(at.medium)) for at in row) for row in batch.media_S))
+        for batch in batches
+    ]
 
 
 def gather_columns(batch: Batch, plan: Sequence[Sequence[int]], found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

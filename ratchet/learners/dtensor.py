@@ -36,7 +36,6 @@ from ratchet.learners.residence import Residence
 from ratchet.learners.resting import fingerprint_of_ranks
 from ratchet.models.adapters import check_base
 from ratchet.models.heads import ScalarHead
-from ratchet.models.lora import of_adapter
 from ratchet.models.low_rank import dropping
 from ratchet.models.moe import Experts
 from ratchet.models.policy import PolicyModel
@@ -98,10 +97,9 @@ class DTensorLearner(RankLearner):
         pace = None if optimizer is None else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
         super().__init__(forward, mesh.topology, mesh.rank, mesh.sums, pace)
         self.held = held_parameters(model, head, mesh)
-        # Of a model with an adapter only that, and the head.
-        rests = (lambda name: not of_adapter(name) and not name.startswith("head.")) if model.adapter else (lambda name: False)
-        self.resting = [item for item in self.held if rests(item.name)]
-        self.learned = [item for item in self.held if not rests(item.name)]
+        own = {id(parameter) for module in (model, head) if module is not None for parameter in _trained(module)}
+        self.resting = [item for item in self.held if id(item.parameter) not in own]
+        self.learned = [item for item in self.held if id(item.parameter) in own]
         self.pipeline = None
         if isinstance(model, SpreadPolicy):
             for stage in model.runs:
@@ -233,6 +231,10 @@ class DTensorLearner(RankLearner):
                     for block in item.blocks(moment):
                         block.tensor.copy_(stored.read(f"{key}/{block.name}", block.offsets, block.tensor.shape))
                 self.optimizer.keep(item.name, plain)
+
+
+def _trained(module: PolicyModel | ScalarHead) -> Iterator[nn.Parameter]:
+    return (p for _, p in module.trained()) if isinstance(module, PolicyModel) else module.parameters()
 
 
 def renamed(block: Shard, name: str) -> Shard:

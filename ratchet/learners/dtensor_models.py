@@ -15,6 +15,7 @@ from ratchet.learners.mesh import Mesh
 from ratchet.learners.specs import RoleSpec
 from ratchet.learners.topology import topology_of
 from ratchet.models.heads import ScalarHead
+from ratchet.models.load import of_transformers
 from ratchet.models.origin import Origin
 from ratchet.models.policy import PolicyModel
 from ratchet.models.spread import Spread, SpreadPolicy
@@ -89,10 +90,10 @@ class DTensorModels:
         return model
 
     def _transformers(self, origin: Origin) -> PolicyModel:
-        from ratchet.models.auto import TransformersPolicy
-
         # Whole in main memory first, where every rank reads it: the device gets a rank's part alone.
-        model = TransformersPolicy.load(origin.directory(), dtype=self.dtype, trust_remote_code=origin.trust_remote_code)
+        model = of_transformers(
+            origin.directory(), dtype=self.dtype, trust_remote_code=origin.trust_remote_code, towers=origin.towers
+        )
         if self.mesh.tensor is not None:
             model.divide(self.mesh.tensor, self.device)
         shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload, autocast=self.autocast)

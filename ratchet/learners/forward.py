@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.batch import ROUTES, Batch
+from ratchet.errors import ModelError
 from ratchet.interfaces import LossTerm, Outputs
 from ratchet.learners.columns import SCALARS, Head, Wanted, sequence_scores, state_values, token_columns
 from ratchet.models.heads import ScalarHead
@@ -121,8 +122,13 @@ class Forward:
     def hidden(self, micro: Batch, watch: Watch | None = None) -> Tensor:
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
+        given = [micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro, watch)]
+        if any(micro.media_S):
+            if not self.model.reads_media:
+                raise ModelError("the batch has images, audio or videos, and a role's model reads text alone: choose another")
+            given.append(micro.media_S)
         with self._precision():
-            return self.model(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro, watch))
+            return self.model(*given)
 
     def routing(self, micro: Batch, watch: Watch | None = None) -> Routing | None:
         """What the forward of a micro-batch has to do with routers."""

@@ -168,9 +168,9 @@ class LocalLearner:
         self._residence.leave()
 
     def weights(self) -> Iterator[Shard]:
-        rests = self.model.adapter is not None
+        resting = self.model.resting()
         for name, tensor in self.model.canonical_weights():
-            yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach(), rests=rests)
+            yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach(), rests=name in resting)
         for name, tensor in self.model.adapter_weights():
             yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
 
@@ -186,14 +186,15 @@ class LocalLearner:
             # In the parameters' order, not in that of their first gradients: equal states are equal files.
             own = self.optimizer.state
             state["optimizer"] = {name: own[name] for name, _ in self.optimizer.named if name in own}
-        if self.model.adapter is not None:
+        if self.model.resting():
             state["base"] = self._base
         save_state(directory, state)
 
     @cached_property
     def _base(self) -> str:
         """Of the weights that rest, which a checkpoint leaves out."""
-        return fingerprint({name: bit_sum(weight) for name, weight in self.model.canonical_weights()})
+        resting = self.model.resting()
+        return fingerprint({name: bit_sum(weight) for name, weight in self.model.canonical_weights() if name in resting})
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
         with self.optimizer.averaged() if averaged and self.optimizer is not None else nullcontext():
@@ -208,7 +209,7 @@ class LocalLearner:
 
     def load(self, directory: Path) -> None:
         state = load_state(directory)
-        if self.model.adapter is not None:
+        if self.model.resting():
             check_base(directory, state.get("base"), self._base)
         if self.pace is not None:
             self.pace.taken, self.pace.bad = state["steps_taken"], state["bad_steps"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ratchet.batch import Batch, Level
 from ratchet.interfaces import Exported, LossTerm, Shard, Workers
 from ratchet.learners.config import SpreadConfig
-from ratchet.learners.dispatch import Micro, deal, gather_columns
+from ratchet.learners.dispatch import Micro, deal, gather_columns, light
 from ratchet.learners.plan import most_tokens, plan_microbatches, weighing_rows
 from ratchet.learners.topology import topology_of
 
@@ -71,7 +71,7 @@ class RemoteLearner:
         """(coordinates, answer) of the ranks that speak for their data rank. A rank receives its rows, not the batch."""
         places = list(self.topology.coordinates())
         # One for those that share a data rank: what is the same object is packed once.
-        messages = [(self.role, [micro.batch for micro in own], *more) for own in dealt]
+        messages = [(self.role, light([micro.batch for micro in own]), *more) for own in dealt]
         found = await self.ranks.each(method, [messages[self.topology.data_rank(at)] for at in places])
         return [(at, answer) for at, answer in zip(places, found, strict=True) if self.topology.answers(at)]
 

@@ -120,9 +120,9 @@ def fingerprint(sums: Mapping[str, int]) -> str:
 
 
 def check_base(directory: Path, saved: object, own: str) -> None:
-    """Raises CheckpointError for a checkpoint of an adapter of another base."""
+    """Raises CheckpointError for a checkpoint of an adapter of another base, or of a model with other weights at rest."""
     if saved != own:
         raise CheckpointError(
-            f"{directory} holds an adapter of another base (its weights are {saved}, these {own}): resume with the model that "
-            "the run began with"
+            f"{directory} holds an adapter of another base, or what trains beside other weights at rest (they are {saved}, "
+            f"these {own}): resume with the model that the run began with"
         )

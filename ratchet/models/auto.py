@@ -47,7 +47,7 @@ class TransformersPolicy(PolicyModel):
         logits aren't a function of its backbone's hidden states."""
         super().__init__()
         self.model = model.eval()
-        self.path = _backbone_path(model)
+        self.path = self.find_backbone(model)
         self.head_name = _head_name(model)
         self.saved_config = saved_config or model.config
         self.text_config: Any = model.config.get_text_config()
@@ -69,13 +69,21 @@ class TransformersPolicy(PolicyModel):
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         try:
             saved_config = AutoConfig.from_pretrained(directory, **options)
-            config = _without_dropout(saved_config)
+            config = without_dropout(saved_config)
             model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, use_safetensors=True, **options)
         except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelError(f"transformers can't load a causal language model from {directory}: {reason}") from None
         nn.Module.to(model, device)
         return cls(model, saved_config=saved_config)
+
+    def find_backbone(self, model: PreTrainedModel) -> str:
+        """The dotted path of the module whose output the head reads."""
+        backbone = model.get_decoder()
+        for path, module in model.named_modules():
+            if module is backbone and path:
+                return path
+        raise ModelError(f"{type(model).__name__} has no backbone apart from its head")
 
     @property
     def backbone(self) -> nn.Module:
@@ -143,7 +151,7 @@ class TransformersPolicy(PolicyModel):
                 expected = expected[:, rows.start : rows.stop]
             if name in self.divided.partial:
                 own = summed(own, group)
-            if name not in self.divided.blocks and not _close(own, expected, self.model.dtype, PROBE_ROUNDING):
+            if name not in self.divided.blocks and not close(own, expected, self.model.dtype, PROBE_ROUNDING):
                 raise ModelError(f"{what} changes what it computes ({name}): {REMEDY}")
 
     def _probe(self) -> dict[str, Tensor]:
@@ -199,7 +207,7 @@ class TransformersPolicy(PolicyModel):
                 ours = self.logits(self._run(tokens, torch.arange(7, device=tokens.device)))
             except (AttributeError, TypeError, RuntimeError) as error:
                 raise ModelError(f"{type(self.model).__name__} can't be split into a backbone and a head: {error}") from None
-        if not _close(ours, own, self.model.dtype):
+        if not close(ours, own, self.model.dtype):
             raise ModelError(f"{type(self.model).__name__}: logits aren't a function of its backbone's hidden states alone")
 
     def _keeps_sequences_apart(self) -> bool:
@@ -213,7 +221,7 @@ class TransformersPolicy(PolicyModel):
         with torch.no_grad():
             packed, perturbed = (self._run(torch.cat(tokens), positions) for tokens in (rows, other))
             separate = torch.cat([self._run(row, torch.arange(len(row), device=row.device)) for row in rows])
-        return _close(perturbed[kept], packed[kept], self.model.dtype) and _close(packed, separate, self.model.dtype)
+        return close(perturbed[kept], packed[kept], self.model.dtype) and close(packed, separate, self.model.dtype)
 
     def _probe_tokens(self, n: int) -> Tensor:
         return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
@@ -249,8 +257,7 @@ class TransformersPolicy(PolicyModel):
 
     def layers(self) -> list[nn.Module]:
         """The repeated blocks of the backbone, which hold most of the weights."""
-        lists = [module for module in self.backbone.modules() if isinstance(module, nn.ModuleList) and len(module)]
-        return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))) if lists else []
+        return repeated(self.backbone)
 
     def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
         given: dict[str, Any] = {}
@@ -268,23 +275,20 @@ class TransformersPolicy(PolicyModel):
         remove_stale_weights(directory, {path.name for path in files})
 
 
-def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy whose every dropout rate is 0, whatever the architecture calls it."""
     config = copy.deepcopy(config)
-    for part in (config, config.get_text_config()):
+    for part in (config, *(inner for inner in vars(config).values() if isinstance(inner, PreTrainedConfig))):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key):
                 setattr(part, key, 0.0)
     return config
 
 
-def _backbone_path(model: PreTrainedModel) -> str:
-    """The dotted path of the module whose output the head reads."""
-    backbone = model.get_decoder()
-    for path, module in model.named_modules():
-        if module is backbone and path:
-            return path
-    raise ModelError(f"{type(model).__name__} has no backbone apart from its head")
+def repeated(module: nn.Module) -> list[nn.Module]:
+    """Its largest list of modules."""
+    lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
+    return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))) if lists else []
 
 
 def _head_name(model: PreTrainedModel) -> str:
@@ -330,7 +334,7 @@ def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Modul
     return clone
 
 
-def _close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
+def close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
     """Equal up to so many times a few roundings of a model in `dtype`, on the scale of the largest entry. What leaks moves it
     far more."""
     tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * times

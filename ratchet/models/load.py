@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,7 +15,12 @@ from ratchet.models.heads import FILE as HEAD_FILE
 from ratchet.models.hf import INDEX, empty_decoder, load_decoder, read_json
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 
+if TYPE_CHECKING:
+    from ratchet.models.auto import TransformersPolicy
+
 Backend = Literal["auto", "ratchet", "transformers"]
+Towers = Literal["frozen", "trained"]
+OF_MEDIA = ("vision_config", "audio_config")  # what the configuration of a model that reads media holds
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no .bin: unpickling one runs code
 
@@ -28,20 +33,44 @@ def load_policy(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    towers: Towers = "frozen",
 ) -> PolicyModel:
     """The policy of a Hugging Face directory or Hub id.
 
     backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that library; "auto" takes ours
-    where it can represent the model. revision: branch, tag or commit on the Hub.
+    where it can represent the model. revision: branch, tag or commit on the Hub. towers: whether the encoders of
+    images, audio and videos train, in a model that has some.
     Raises ModelError where nothing of that name exists, or the backend can't read it.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
     reason = unsupported_reason(read_json(directory / "config.json"))
     if backend == "ratchet" or (backend == "auto" and reason is None):
+        if towers != "frozen":
+            raise ModelError(f"'{name}' reads text alone, and model.towers={towers} is of encoders of media: remove it")
         return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device))
+    return of_transformers(directory, dtype=dtype, device=device, trust_remote_code=trust_remote_code, towers=towers)
+
+
+def of_transformers(
+    directory: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    towers: Towers = "frozen",
+) -> TransformersPolicy:
+    """What transformers runs of a Hugging Face directory. Raises ModelError."""
+    config = read_json(directory / "config.json")
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    if any(key in config for key in OF_MEDIA):
+        from ratchet.models.vision import VisionPolicy
+
+        return VisionPolicy.load(directory, **options, towers=towers)
+    if towers != "frozen":
+        raise ModelError(f"{directory} reads text alone, and model.towers={towers} is of encoders of media: remove it")
     from ratchet.models.auto import TransformersPolicy
 
-    return TransformersPolicy.load(directory, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    return TransformersPolicy.load(directory, **options)
 
 
 def init_policy(

@@ -27,13 +27,13 @@ def linear_maps(layers: Sequence[nn.Module]) -> list[str]:
 
 
 @torch.no_grad()
-def attach(model: nn.Module, adapter: Adapter, names: Sequence[str]) -> None:
-    """Raises ModelError where peft can't."""
+def attach(model: nn.Module, adapter: Adapter, names: Sequence[str], *, within: nn.Module | None = None) -> None:
+    """within: the part of the model that gets it; None: all of it. Raises ModelError where peft can't."""
     from peft import inject_adapter_in_model
 
     model.requires_grad_(False)
     try:
-        inject_adapter_in_model(peft_config(adapter, names), model, adapter_name=OWN)
+        inject_adapter_in_model(peft_config(adapter, names), within or model, adapter_name=OWN)
     except (ValueError, NotImplementedError) as error:
         raise ModelError(f"peft can't give {type(model).__name__} an adapter: {error}") from None
     for place, layer in enumerate(_layers(model)):

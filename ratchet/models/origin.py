@@ -12,7 +12,7 @@ from torch import Tensor
 from ratchet.models.config import DecoderConfig, unsupported_reason
 from ratchet.models.hf import WeightFiles, empty_decoder, read_config, read_json
 from ratchet.models.layout import pieces, shards
-from ratchet.models.load import Backend, find_model, init_policy, load_policy
+from ratchet.models.load import Backend, Towers, find_model, init_policy, load_policy
 from ratchet.models.policy import PolicyModel
 
 Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (name, offsets, sizes) -> the block, on the CPU
@@ -28,6 +28,7 @@ class Origin:
     backend: Backend = "auto"
     trust_remote_code: bool = False
     revision: str | None = None
+    towers: Towers = "frozen"
 
     def directory(self) -> Path:
         assert self.path is not None, "a model of random weights has no directory"
@@ -52,6 +53,7 @@ class Origin:
             device=device,
             trust_remote_code=self.trust_remote_code,
             revision=self.revision,
+            towers=self.towers,
         )
 
     def reader(self) -> Read:

@@ -80,6 +80,11 @@ class PolicyModel(nn.Module, ABC):
         return False
 
     @property
+    def reads_media(self) -> bool:
+        """Whether `hidden` takes the media of sequences (`ratchet.models.vision`)."""
+        return False
+
+    @property
     def vocabulary(self) -> DividedVocabulary | None:
         """Over which ranks the logits of each prediction are divided; None: all are here."""
         return None if self.divided is None else self.divided.vocabulary
@@ -139,6 +144,10 @@ class PolicyModel(nn.Module, ABC):
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """What an update changes, by name: the adapter where there is one, else all."""
         return [(name, p) for name, p in self.named_parameters() if self.adapter is None or of_adapter(name)]
+
+    def resting(self) -> frozenset[str]:
+        """Canonical weights that no update changes."""
+        return frozenset() if self.adapter is None else frozenset(name for name, _ in self.canonical_weights())
 
     def merged_weights(self) -> Mapping[str, Savable]:
         """The canonical weights as they are with the adapter in them."""

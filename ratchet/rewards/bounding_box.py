@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from ratchet.data.config import MediaLimits
+from ratchet.config.media import MediaLimits
 from ratchet.data.media import check
 from ratchet.data.parts import media_of
 from ratchet.errors import DataError

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.assemble import template_of
+from ratchet.assemble import processor_of, template_of
 from ratchet.config.kinds import construct
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig, StageConfig
@@ -127,7 +127,10 @@ def _of_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspecte
     config = load_config(recipe, words)
     chosen = _stage(config, stage)
     made = construct(config.tokenizer, config.model.path)
-    renderer = Renderer(made, template_of(config), tool_format=getattr(config.tokenizer, "tool_format", "auto"))
+    # Of a model that is here: none is fetched to show rows.
+    processor = processor_of(config) if config.model.path and Path(config.model.path).is_dir() else None
+    format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
+    renderer = Renderer(made, template_of(config), processor=processor, tool_format=format_of_tools)
     algorithm = construct(chosen.algorithm)
     turns = getattr(algorithm, "turns", "all")
     return Inspected(construct(chosen.environment), renderer, chosen.source, turns, config.seed)

@@ -17,6 +17,7 @@ from ratchet.config.kinds import construct, resolve
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.config.section import section_from_words
+from ratchet.data.processor import load_processor
 from ratchet.data.tokenizer import load_tokenizer
 from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.executors.machine import freeze
@@ -66,7 +67,8 @@ def open_target(path: Path, recipe: Path | None = None, generator: str | None = 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
         section = None if generator is None else section_from_words("generator", generator)
-        return Target(path, Policy.of(model, tokenizer, template=template, generator=section), config)
+        processor = load_processor(path) if model.reads_media and path.is_dir() else None
+        return Target(path, Policy.of(model, tokenizer, template=template, processor=processor, generator=section), config)
     if not (path / MODEL).is_dir():
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
         saved = f", or name a step of a checkpoint (--step {steps[-1]})" if steps else ""

@@ -6,12 +6,15 @@ Files are written into the working directory, and named as a recipe names them.
 import asyncio
 import json
 import sys
+import wave
+from base64 import b64decode
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from pictures import model_directory, picture
 from rewards.fake_http import Answer, chat, serve
 from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.fake_remote import FakeRemote
@@ -19,6 +22,9 @@ from sandbox.fake_remote import FakeRemote
 from ratchet.assemble import build_reward
 from ratchet.config.builtin import KINDS
 from ratchet.config.kinds import construct, imported, resolve, section_class
+from ratchet.config.media import MediaConfig
+from ratchet.data.media import audio_of, fetch, video_of
+from ratchet.data.processor import load_processor
 from ratchet.environments.games_config import GameConfig
 from ratchet.errors import DataError
 from ratchet.executors.cluster import Need
@@ -81,6 +87,22 @@ def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
     in_ranks()
     by_links()
     tracked(patch)
+    media()
+
+
+def media() -> None:
+    """A picture, a clip and an address, each just within what it may be or just beyond."""
+    made = load_processor(model_directory(), media=MediaConfig(root="."))
+    assert made is not None
+    made.expanded(picture(1), where="here")
+    with wave.open("clip.wav", "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(b"\0\0" * 80)
+    limits = made.limits.model_copy(update={"urls": True})
+    audio_of(fetch("clip.wav", where="here", limits=limits, root=limits.root), where="here", limits=limits)
+    video_of([b64decode(picture(1).value.partition(",")[2])], where="here", limits=limits)
+    with pytest.raises(DataError):
+        fetch("https://localhost:9/a.png", where="here", limits=limits)
 
 
 def tracked(patch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,12 @@ CLASHES = [
         {"model": "{path: x, backend: ratchet, trust_remote_code: true}"},
         "model.trust_remote_code is read by transformers alone",
     ),
+    ({"model": "{preset: tiny, towers: trained}"}, "model.towers=trained is of a model that reads media"),
+    ({"model": "{path: x, backend: ratchet, towers: trained}"}, "model.towers=trained is of a model that reads media"),
+    (
+        {"model": "{path: x, towers: trained}", "lora": "{rank: 2}"},
+        "model.towers=trained and lora: an adapter is of the language model",
+    ),
     ({"tokenizer": None}, "tokenizer.kind=auto reads the model's tokenizer, and a model.preset has none"),
     (
         {"model": "{preset: tiny, overrides: {max_positions: 64}}", "sampling": "{max_new_tokens: 64}"},

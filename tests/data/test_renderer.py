@@ -296,7 +296,8 @@ def test_media_parts_reach_the_template_as_parts():
         "{{ '#' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}"
     )
     renderer = Renderer(CHARACTERS, source)
-    assert text(renderer, renderer.prompt([Message("user", (Part("image", "x.png"), Part("text", "what?")))])) == "#what?"
+    asked = [Message("user", (Part("image", "x.png"), Part("text", "what?")))]
+    assert renderer.template.render(asked, None, prompt=True) == "#what?"
     assert text(renderer, renderer.prompt([Message("user", (Part("text", "a"), Part("text", "b")))])) == "ab"
 
 

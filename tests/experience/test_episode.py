@@ -24,6 +24,12 @@ class Digits:
     def extend(self, sampled, messages, *, history, tools=None):
         return [50, *(int(c) for m in messages for c in m.text), 50]
 
+    def media(self, tokens, messages):
+        return ()
+
+    def stray(self, sampled):
+        return None
+
     def parse(self, tokens, stop):
         return Message("assistant", "".join(str(t) for t in tokens if t != EOS))
 

@@ -1,0 +1,180 @@
+"""What a model's processor makes of images, audio clips and videos: each medium alone, once, whoever asks for it again.
+
+A processor of transformers turns a whole conversation into tokens and arrays. Here it is shown nothing but the placeholder of
+one medium and that medium: what the placeholder becomes is put into the conversation's tokens where its own was, so that
+text keeps the tokens that it was written or sampled in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from xxhash import xxh3_128
+
+from ratchet.config.media import PROCESSOR_FILES, MediaConfig
+from ratchet.data.media import audio_of, fetch, image_of, shown, video_of
+from ratchet.errors import DataError, ModelError
+from ratchet.types import MediaKind, Medium, Part
+
+KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+# What a processor says of tokens, and not of media.
+OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+class Expanded(NamedTuple):
+    """A medium, and the tokens that its placeholder becomes."""
+
+    medium: Medium
+    tokens: tuple[int, ...]
+
+
+class Processor:
+    """inner: one of transformers, or what does the same. fingerprint: of all that decides what it does. media: what parts
+    may refer to, and how much is remembered."""
+
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        fingerprint: str,
+        media: MediaConfig | None = None,
+    ) -> None:
+        self.inner, self.fingerprint = inner, fingerprint
+        self.limits = media or MediaConfig()
+        self._room = self.limits.remembered_mib * 2**20
+        self._known: OrderedDict[str, Expanded] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    @cached_property
+    def placeholders(self) -> Mapping[int, MediaKind]:
+        """The token that stands for a medium of each kind that the model reads, as chat templates write it."""
+        kinds: list[MediaKind] = [kind for kind in KINDS if getattr(self.inner, f"{kind}_token", None) and self._reads(kind)]
+        ids = self.inner.tokenizer.convert_tokens_to_ids
+        return {int(ids(getattr(self.inner, f"{kind}_token"))): kind for kind in kinds}
+
+    @cached_property
+    def reserved(self) -> frozenset[int]:
+        """Tokens that mean nothing without a medium: placeholders, and what of them stands in a sequence."""
+        own = {getattr(self.inner, f"{kind}_token_id", None) for kind in KINDS}
+        return frozenset(self.placeholders) | {int(token) for token in own if token is not None}
+
+    def expanded(self, part: Part, *, where: str) -> Expanded:
+        """Equal media are one object, as long as it is remembered. where: who refers to it, for errors. Raises DataError for
+        one that can't be read, or that the model doesn't read."""
+        kind = part.type
+        if kind == "text" or kind not in self.placeholders.values():
+            kinds = " and ".join(self.placeholders.values())
+            raise DataError(f"{where} has a part of the type '{kind}', and the model reads {kinds}: remove it")
+        source = fetch(part.value, where=where, limits=self.limits, root=self.limits.root)
+        key = xxh3_128(f"{self.fingerprint} {kind} ".encode() + source).hexdigest()
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        made = self._made(key, kind, source, f"{where}: {shown(part.value)}")
+        with self._lock:
+            return self._remember(made)
+
+    def _remember(self, made: Expanded) -> Expanded:
+        known = self._known.setdefault(made.medium.key, made)
+        if known is made:
+            self._size += _bytes(made)
+            while self._size > self._room and len(self._known) > 1:
+                _, forgotten = self._known.popitem(last=False)
+                self._size -= _bytes(forgotten)
+        return known
+
+    def _made(self, key: str, kind: MediaKind, source: bytes, where: str) -> Expanded:
+        given = self._decoded(kind, source, where)
+        token = str(getattr(self.inner, f"{kind}_token"))
+        try:
+            found = dict(self.inner(text=[token], return_tensors="np", add_special_tokens=False, **given))
+        except (ValueError, TypeError, IndexError, KeyError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise DataError(f"{where}: the model's processor refuses the {kind}: {reason}") from error
+        tokens = tuple(int(token) for token in np.asarray(found["input_ids"]).reshape(-1))
+        inputs = {name: np.asarray(value) for name, value in found.items() if name not in OF_TOKENS}
+        return Expanded(Medium(key, kind, len(tokens), inputs, source), tokens)
+
+    def _decoded(self, kind: MediaKind, source: bytes, where: str) -> dict[str, Any]:
+        if kind == "image":
+            return {"images": [image_of(source, where=where, limits=self.limits)]}
+        if kind == "audio":
+            rate = self.inner.feature_extractor.sampling_rate
+            clip = audio_of(source, where=where, limits=self.limits, rate_hz=rate)
+            return {"audio": [clip.samples_N], "sampling_rate": rate}
+        return {"videos": [video_of(source, where=where, limits=self.limits)]}
+
+    def _reads(self, kind: MediaKind) -> bool:
+        parts = {
+            "image": ("image_processor",),
+            "audio": ("feature_extractor", "audio_processor"),
+            "video": ("video_processor",),
+        }
+        return any(getattr(self.inner, name, None) is not None for name in parts[kind])
+
+
+def _bytes(one: Expanded) -> int:
+    return len(one.medium.source) + sum(array.nbytes for array in one.medium.inputs.values())
+
+
+def load_processor(
+    directory: str | Path, *, media: MediaConfig | None = None, trust_remote_code: bool = False
+) -> Processor | None:
+    """That of a model's directory; None where it has none. Raises ModelError where transformers can't read it."""
+    directory = Path(directory)
+    files = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
+    if not files:
+        return None
+    try:
+        inner = _inner(directory, trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"transformers can't read the processor in {directory}: {reason}") from error
+    content = b"".join(path.name.encode() + path.read_bytes() for path in files)
+    return Processor(inner, fingerprint=xxh3_128(content).hexdigest(), media=media)
+
+
+def _inner(directory: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor  # it takes seconds
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    try:
+        return AutoProcessor.from_pretrained(directory, **options)
+    except ImportError:  # its part for videos needs torchvision
+        return _without_videos(directory, options)
+
+
+def _without_videos(directory: Path, options: Mapping[str, Any]) -> Any:
+    """The processor of the model's family, less the part that prepares videos."""
+    import transformers
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    whole: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(directory, **options))]
+    loaders = {
+        "tokenizer": "AutoTokenizer",
+        "image_processor": "AutoImageProcessor",
+        "feature_extractor": "AutoFeatureExtractor",
+    }
+    names: Sequence[str] = whole.get_attributes()
+    if "video_processor" not in names:
+        raise ImportError(f"{whole.__name__} needs a package that is not installed")
+    parts = {
+        name: getattr(transformers, loaders[name]).from_pretrained(directory, **options) for name in names if name in loaders
+    }
+
+    class WithoutVideos(whole):
+        def check_argument_for_proper_class(self, argument_name: str, argument: object) -> Any:
+            return (
+                None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+            )
+
+    return WithoutVideos(**{name: parts.get(name) for name in names})

@@ -1,0 +1,165 @@
+"""A small vision-language model with random weights, and all that lies beside one on disk: nothing is downloaded.
+
+Two families of transformers, Qwen2.5-VL and Qwen3-VL, with their own image processor, placeholders and form of chat template
+(less its default system message), and a tokenizer of one token a character.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.config import PRINTABLE
+from ratchet.data.tokenizer import Tokenizer
+
+Family = Literal["qwen2_5_vl", "qwen3_vl"]
+CONTROLS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+
+TEMPLATE = """\
+{%- for message in messages -%}
+    {{- "<|im_start|>" + message.role + "\\n" -}}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- else -%}
+        {%- for part in message.content -%}
+            {%- if part.type == "image" -%}{{- "<|vision_start|><|image_pad|><|vision_end|>" -}}
+            {%- elif part.type == "video" -%}{{- "<|vision_start|><|video_pad|><|vision_end|>" -}}
+            {%- elif "text" in part -%}{{- part.text -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- "<|im_end|>\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class TinyVLM:
+    """Sizes. An image of 32 x 32 pixels is (32 / (2 * patch))^2 tokens, as two by two patches become one; larger images than
+    `max_tokens` are scaled down. std: of the weights. window: side of the windows that Qwen2.5's vision layers but the last
+    attend in, in tokens."""
+
+    family: Family = "qwen2_5_vl"
+    alphabet: str = PRINTABLE
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    vision_hidden: int = 32
+    vision_layers: int = 2
+    vision_heads: int = 2
+    patch: int = 8
+    window: int = 2
+    max_tokens: int = 64
+    max_positions: int = 2048
+    tied: bool = True
+    std: float = 0.02
+    seed: int = 0
+
+    @property
+    def pixels_per_token(self) -> int:
+        return (2 * self.patch) ** 2
+
+
+def write_tiny_vlm(directory: Path, sizes: TinyVLM | None = None) -> Path:
+    """A Hugging Face directory: weights in float32, tokenizer, image processor, chat template. Returns `directory`."""
+    import torch
+    from transformers import AutoModelForImageTextToText, GenerationConfig
+
+    sizes = sizes or TinyVLM()
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = vlm_tokenizer(sizes.alphabet)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(sizes.seed)
+        model = AutoModelForImageTextToText.from_config(_config(sizes, tokenizer), dtype=torch.float32)
+    model.generation_config = GenerationConfig(eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id)
+    model.save_pretrained(directory)
+    tokenizer.save(directory)
+    _write_processor(directory, sizes)
+    return directory
+
+
+def vlm_tokenizer(alphabet: str = PRINTABLE) -> Tokenizer:
+    """One token a character, and the control tokens of the Qwen family. `alphabet` needs a newline, and the letters of the
+    roles' names."""
+    return character_tokenizer(alphabet, controls=CONTROLS, eos="<|im_end|>", template=TEMPLATE)
+
+
+def _config(sizes: TinyVLM, tokenizer: Tokenizer) -> Any:
+    from transformers import AutoConfig
+
+    head_dim = sizes.hidden // sizes.heads
+    time = head_dim // 8
+    side = (head_dim // 2 - time) // 2
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [head_dim // 2 - 2 * side, side, side]}
+    text: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": 2 * sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "max_position_embeddings": sizes.max_positions,
+        "initializer_range": sizes.std,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_ids[0],
+        "pad_token_id": tokenizer.pad_id,
+        "tie_word_embeddings": sizes.tied,
+    }
+    vision: dict[str, Any] = {
+        "depth": sizes.vision_layers,
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "num_heads": sizes.vision_heads,
+        "out_hidden_size": sizes.hidden,
+        "patch_size": sizes.patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "initializer_range": sizes.std,
+    }
+    if sizes.family == "qwen2_5_vl":
+        vision |= {"window_size": 2 * sizes.patch * sizes.window, "fullatt_block_indexes": [sizes.vision_layers - 1]}
+    else:
+        rope["mrope_interleaved"] = True
+        text["head_dim"] = head_dim
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": list(range(min(sizes.layers, 1)))}
+    ids = {name: tokenizer.token_id(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
+    return AutoConfig.for_model(
+        sizes.family,
+        text_config={**text, "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+        tie_word_embeddings=sizes.tied,
+    )
+
+
+def _write_processor(directory: Path, sizes: TinyVLM) -> None:
+    common = {
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "size": {"shortest_edge": sizes.pixels_per_token, "longest_edge": sizes.max_tokens * sizes.pixels_per_token},
+        "patch_size": sizes.patch,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "processor_class": PROCESSORS[sizes.family],
+    }
+    video = "Qwen2VLVideoProcessor" if sizes.family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
+    for name, kind in (
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("video_preprocessor_config.json", {"video_processor_type": video}),
+    ):
+        (directory / name).write_text(json.dumps({**common, **kind}, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,59 @@
+"""What learners do with pictures in tests, in one process and on ranks."""
+
+import asyncio
+import pickle
+
+import torch
+
+from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.config.supervised import SFTConfig
+from ratchet.algorithms.sft import build_sft
+from ratchet.config.schema import OptimizerConfig
+from ratchet.learners.config import DTensorConfig, LocalConfig
+from ratchet.learners.dispatch import deal, light
+from ratchet.learners.dtensor_models import DTensorModels
+from ratchet.learners.local import LocalLearner
+from ratchet.learners.plan import plan_microbatches
+from ratchet.learners.specs import RoleSpec
+from ratchet.models.load import of_transformers
+from ratchet.models.origin import Origin
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
+TOKENS = 70  # of a micro-batch
+
+
+def weighed(batch):
+    algorithm = build_sft(SFTConfig())
+    batch = algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState())
+    return batch, list(algorithm.losses["policy"])
+
+
+def local(directory, towers, batches, *, tokens=TOKENS, dtype=torch.float64, checkpoint=None):
+    """(metrics by step, weights, logprobs of the last batch) in one process."""
+    policy = of_transformers(directory, dtype=dtype, towers=towers)
+    learner = LocalLearner(LocalConfig(micro_batch_tokens=tokens), policy, optimizer=OPTIMIZER, total_steps=10)
+    if checkpoint is not None:
+        learner.load(checkpoint)
+    metrics = [dict(asyncio.run(learner.update(*weighed(batch)))) for batch in batches]
+    columns = asyncio.run(learner.score(batches[-1], ["logprobs"]))
+    return metrics, {name: weight.clone() for name, weight in policy.canonical_weights()}, columns["logprobs"], learner
+
+
+def ranked(rank, shards, directory, towers, pickled, saved=None):
+    """On one rank: (metrics by step, blocks of weights (with whether they rest), names of what has a gradient)."""
+    provider = DTensorModels(DTensorConfig(dp_shard=shards), torch.device("cpu"), torch.float64)
+    policy = provider.load(Origin(path=str(directory), towers=towers)).requires_grad_(True)
+    spec = RoleSpec(optimizer={**OPTIMIZER.model_dump(mode="json"), "kind": "adamw"}, total_steps=10)
+    learner, mesh = provider.learner(policy, spec), provider.mesh
+    metrics, pictures = [], []
+    for batch in pickle.loads(pickled):
+        batch, terms = weighed(batch)
+        plan = plan_microbatches(batch, max_tokens=TOKENS, hands=mesh.topology.data)
+        micros = light([micro.batch for micro in deal(batch, plan, mesh.topology.data)[mesh.topology.data_rank(mesh.at)]])
+        pictures.append([sum(len(row) for row in micro.media_S) for micro in micros])
+        metrics.append(dict(learner.update(micros, terms)))
+    if saved is not None:
+        learner.save(saved)
+        learner.load(saved)
+    blocks = [(b.name, b.shape, b.offsets, b.tensor.clone(), b.rests) for b in learner.weights()]
+    return metrics, blocks, pictures

@@ -1,0 +1,40 @@
+"""What a recipe makes of a model that reads images."""
+
+import pytest
+from pictures import asked, model_directory, picture
+
+from ratchet.assemble import build_policy
+from ratchet.config.loader import load_config
+from ratchet.errors import DataError, ModelError
+from ratchet.executors.machine import freeze
+from ratchet.models.vision import VisionPolicy
+
+RECIPE = """\
+model: {{path: {model}, towers: {towers}}}
+device: cpu
+threads: 1
+media: {{max_side: 40}}
+generator: {{kind: {generator}}}
+environment: {{kind: sorting}}
+algorithm: {{kind: sft}}
+"""
+
+
+def policy_of(tmp_path, model, towers="trained", generator="hf"):
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE.format(model=model, towers=towers, generator=generator), encoding="utf-8")
+    return build_policy(freeze(load_config(path)))
+
+
+def test_it_brings_its_processor_and_the_limits_of_the_recipe(tmp_path):
+    policy = policy_of(tmp_path, model_directory())
+    assert isinstance(policy.model, VisionPolicy)
+    assert policy.model.towers == "trained"
+    assert len(policy.renderer.media(policy.renderer.prompt([asked(picture(1))]), [asked(picture(1))])) == 1
+    with pytest.raises(DataError, match="48 x 32 pixels, 40 at most"):
+        policy.renderer.prompt([asked(picture(1, 48))])
+
+
+def test_the_engine_does_not_run_it(tmp_path):
+    with pytest.raises(ModelError, match=r"set generator\.kind to hf"):
+        policy_of(tmp_path, model_directory(), generator="engine")
