@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +31,7 @@ from ratchet.models.hf import read_json
 from ratchet.models.layout import PEFT
 from ratchet.models.lora import Adapter
 from ratchet.models.policy import PolicyModel
-from ratchet.types import Completion, Sampling
+from ratchet.types import Completion, Placed, Sampling
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
@@ -91,7 +91,7 @@ class VLLMGeneration(Front):
     def _named(self) -> list[str]:
         return [name for name in self.core.loras if name is not None]
 
-    async def generate(self, tokens: Any, sampling: Sampling) -> Completion:
+    async def generate(self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()) -> Completion:
         """Raises as `Front.generate` does, and ModelError after a push that failed in the middle of loading."""
         if sampling.truncates:
             raise ConfigError(
@@ -105,7 +105,7 @@ class VLLMGeneration(Front):
             )
         if self._broken:
             raise ModelError(f"vLLM's weights are neither old nor new since a push failed ({self._broken}): push again")
-        return await super().generate(tokens, sampling)
+        return await super().generate(tokens, sampling, media)
 
     async def pause(self) -> None:
         await super().pause()
