@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import ConfigError, MissingDependency, ModelError
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.adapters import BASE
@@ -24,6 +25,7 @@ from ratchet.generators.engine.stopping import TextDecoder
 from ratchet.generators.front import Front
 from ratchet.generators.vllm_adapter import RANKS, AdapterBox
 from ratchet.generators.vllm_engines import CORES, VLLMCore
+from ratchet.generators.vllm_media import arguments_of_media, check_installed
 from ratchet.generators.vllm_weights import Outbox
 from ratchet.interfaces import Shard
 from ratchet.models.adapters import load_adapter
@@ -69,11 +71,16 @@ class VLLMGeneration(Front):
             model.save(start)
             if reason := misfit(config, read_json(start / "config.json"), on_cpu=on_cpu):
                 raise ModelError(reason)
-            core = CORES[config.engine](engine_arguments(config, start, dtype, max_context, on_cpu=on_cpu))
+            arguments = engine_arguments(config, start, dtype, max_context, on_cpu=on_cpu)
+            if model.reads_media:
+                self._prepare_media(tokenizer, start)
+                arguments |= arguments_of_media()
+            core = CORES[config.engine](arguments)
         except BaseException:
             rmtree(self._directory, ignore_errors=True)
             raise
-        rmtree(start)
+        for path in start.glob("*.safetensors"):  # its processor reads the others later
+            path.unlink()
         vocab_size = model.vocab_size
         self._shapes = shapes
         super().__init__(
@@ -85,7 +92,14 @@ class VLLMGeneration(Front):
             max_context=max_context,
             keep_kv=config.keep_kv,
             adapters=lambda: [BASE, *self._named],
+            reads_media=model.reads_media,
         )
+
+    def _prepare_media(self, tokenizer: TextDecoder | None, start: Path) -> None:
+        check_installed()
+        if not isinstance(tokenizer, Tokenizer):
+            raise ModelError("vLLM prepares images together with text: give the generator the model's tokenizer")
+        tokenizer.save(start)
 
     @property
     def _named(self) -> list[str]:
