@@ -35,7 +35,7 @@ MESSAGE = pa.struct([
     pa.field("tool_call_id", pa.string()),
 ])  # fmt: skip
 
-ADDED = {"uses": 0}  # columns that files of version 1 may lack, and what is true of each row of those
+ADDED = {"uses": 0, "media": []}  # columns that files of version 1 may lack, and what is true of each row of those
 
 # One number or word for each trajectory.
 SCALARS = {

@@ -34,7 +34,13 @@ def shapes():
 
 def photograph():
     """Larger than a page takes as it is."""
-    return embed(Image.fromarray(np.random.default_rng(0).integers(0, 256, (LARGE[1], LARGE[0], 3), dtype=np.uint8)))
+    width, height = LARGE
+    sky = np.linspace(90, 220, height)[:, None, None] + np.random.default_rng(0).integers(0, 24, (height, width, 3))
+    image = Image.fromarray(sky.astype(np.uint8))
+    pen = ImageDraw.Draw(image)
+    pen.ellipse((180, 240, 560, 620), fill="seagreen")
+    pen.polygon([(800, 760), (1020, 300), (1240, 760)], fill="goldenrod")
+    return embed(image)
 
 
 def beep():
