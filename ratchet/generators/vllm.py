@@ -79,8 +79,11 @@ class VLLMGeneration(Front):
         except BaseException:
             rmtree(self._directory, ignore_errors=True)
             raise
-        for path in start.glob("*.safetensors"):  # its processor reads the others later
-            path.unlink()
+        if model.reads_media:  # vLLM reads the files of what prepares media later
+            for path in start.glob("*.safetensors"):
+                path.unlink()
+        else:
+            rmtree(start)
         vocab_size = model.vocab_size
         self._shapes = shapes
         super().__init__(

@@ -19,6 +19,7 @@ from typing import Any
 from ratchet.tools.report.media import names_of
 from ratchet.tools.report.runs import RunReader
 from ratchet.tools.report.wire import pack
+from ratchet.types import MediaKind
 
 STYLES = ("vendor/uPlot.min.css", "style.css", "rollouts.css")
 # In this order: each uses what those before it define.
@@ -71,7 +72,7 @@ def _media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[str, str
     """Of the rollouts that have their texts in the file, each once, as long as there is room."""
     found: dict[str, str] = {}
     for detail in sample:
-        new = {name: kind for name, kind in names_of([detail]).items() if name not in found}
+        new: dict[str, MediaKind] = {name: kind for name, kind in names_of([detail]).items() if name not in found}
         found |= run.rollouts.media(detail["facts"]["step"], new) if new else {}
         if sum(map(len, found.values())) > MOST_MEDIA:
             break
