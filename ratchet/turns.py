@@ -18,7 +18,7 @@ from ratchet.batch import Batch
 from ratchet.errors import ConfigError
 from ratchet.interfaces import Audits, Generator, Learner, Link, LossTerm, Placeable, Shard, ShowsWeights
 from ratchet.learners.around import Around
-from ratchet.types import Completion, Sampling
+from ratchet.types import Completion, Placed, Sampling
 
 LEARNERS, GENERATOR = "learners", "generator"
 
@@ -95,9 +95,9 @@ class TurnGenerator:
     def tokenizer(self) -> Any:
         return getattr(self.inner, "tokenizer", None)
 
-    async def generate(self, tokens: Any, sampling: Sampling) -> Completion:
+    async def generate(self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()) -> Completion:
         async with self.turns.of(GENERATOR):
-            return await self.inner.generate(tokens, sampling)
+            return await self.inner.generate(tokens, sampling, media)
 
     def abort(self) -> None:
         self.inner.abort()

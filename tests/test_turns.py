@@ -61,10 +61,10 @@ class PlacedLearner(OnDevice, FakeLearner):
 
 
 class PlacedGenerator(OnDevice, FakeGenerator):
-    async def generate(self, tokens, sampling):
+    async def generate(self, tokens, sampling, media=()):
         self.device.work(GENERATOR, "generate")
         await asyncio.sleep(0)
-        made = await super().generate(tokens, sampling)
+        made = await super().generate(tokens, sampling, media)
         self.device.work(GENERATOR, "generated")
         return made
 

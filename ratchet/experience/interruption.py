@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ratchet.experience.scheduler import Issue
 from ratchet.interfaces import Generator
-from ratchet.types import Completion, Sampling, StopReason
+from ratchet.types import Completion, Placed, Sampling, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,16 @@ class Interruptible:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    async def generate(self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
         issue = CURRENT.get()
         if issue is None:
-            return await self.inner.generate(tokens, sampling)
+            return await self.inner.generate(tokens, sampling, media)
         drawn = issue.journal.get(sampling.seed)
         while drawn is None or drawn.stop is StopReason.ABORTED:
             await self._opened(issue, sampling.seed)
-            more = await self.inner.generate(*_rest(tokens, sampling, drawn))
+            more = await self.inner.generate(*_rest(tokens, sampling, drawn), media)
             drawn = issue.journal[sampling.seed] = joined(drawn, more)
             if drawn.stop is StopReason.ABORTED and not self._closed:
                 break  # somebody else wants it to end

@@ -173,7 +173,8 @@ class ParityGate:
             own = slice(starts[row], starts[row] + int(part.lengths_S[row]))
             first = int(part.predicted_T[own].nonzero()[0])
             sampling = Sampling(temperature=float(part.temperature_S[row]), max_new_tokens=ASKED, seed=row)
-            requests.append((part.tokens_T[own][:first].tolist(), sampling))
+            media = [placed for placed in part.media_S[row] if placed.start < first] if part.media_S else []
+            requests.append((part.tokens_T[own][:first].tolist(), sampling, media))
         together = await asyncio.gather(*(generator.generate(*request) for request in requests))
         most = 0.0
         for request, with_others in zip(requests, together, strict=True):

@@ -39,6 +39,7 @@ from ratchet.experience.interop.generation import (
     Request,
     complete,
     complete_batch,
+    refuse_media,
     sampling_of,
     takes_batches,
     version_of,
@@ -48,7 +49,7 @@ from ratchet.experience.interop.row import RowPlayer, answer_entry, tokens_of
 from ratchet.experience.interop.specs import DatumSpec, GenerationDatumSpec, MessageLog
 from ratchet.experience.interop.tokens import TokenizerType, renderer_of
 from ratchet.experience.seeds import seed_for
-from ratchet.types import Completion, Sampling
+from ratchet.types import Completion, Placed, Sampling
 
 __all__ = [
     "TokenizerType",
@@ -248,7 +249,10 @@ class _Drawing:
     row: int
     draw: Any
 
-    async def generate(self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
+        refuse_media(media)
         return await self.meeting.ask(self.row, self.draw, (tokens, sampling))
 
 

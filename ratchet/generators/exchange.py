@@ -10,41 +10,51 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.types import Completion, Sampling, StopReason
+from ratchet.generators.requests import PromptKey
+from ratchet.types import Completion, Medium, Placed, Sampling, StopReason
 
 FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Requests. numbers: their names. prompts: the distinct ones end to end, from `starts` on; prompt_of: which is whose."""
+    """Requests. numbers: their names. prompts: the distinct ones end to end, from `starts` on; prompt_of: which is whose.
+    media: the distinct ones; placed: of each prompt, where which of them is; () where none has any."""
 
     numbers: Sequence[int] = ()
     prompts: NDArray[np.int64] | None = None
     starts: Sequence[int] = (0,)
     prompt_of: Sequence[int] = ()
     samplings: Sequence[tuple[Any, ...]] = ()
+    media: Sequence[Medium] = ()
+    placed: Sequence[Sequence[tuple[int, int]]] = ()
 
     @classmethod
-    def of(cls, requests: Mapping[int, tuple[NDArray[np.int64], bytes, Sampling]]) -> Asked:
-        """By number: (prompt, what is equal for equal prompts, how)."""
-        distinct: dict[bytes, NDArray[np.int64]] = {key: tokens for tokens, key, _ in requests.values()}
+    def of(cls, requests: Mapping[int, tuple[NDArray[np.int64], PromptKey, Sampling, Sequence[Placed]]]) -> Asked:
+        """By number: (prompt, what is equal for equal prompts, how, its media)."""
+        distinct = {key: (tokens, media) for tokens, key, _, media in requests.values()}
         places = {key: place for place, key in enumerate(distinct)}
+        prompts = [tokens for tokens, _ in distinct.values()]
+        known = {medium.key: medium for _, media in distinct.values() for _, medium in media}
+        numbers = {key: number for number, key in enumerate(known)}
         return cls(
             list(requests),
-            np.concatenate(list(distinct.values())) if distinct else None,
-            np.cumsum([0, *map(len, distinct.values())]).tolist(),
-            [places[key] for _, key, _ in requests.values()],
-            [tuple(getattr(sampling, name) for name in FIELDS) for _, _, sampling in requests.values()],
+            np.concatenate(prompts) if prompts else None,
+            np.cumsum([0, *map(len, prompts)]).tolist(),
+            [places[key] for _, key, _, _ in requests.values()],
+            [tuple(getattr(sampling, name) for name in FIELDS) for _, _, sampling, _ in requests.values()],
+            list(known.values()),
+            [[(start, numbers[medium.key]) for start, medium in media] for _, media in distinct.values()] if known else (),
         )
 
-    def each(self) -> list[tuple[int, NDArray[np.int64], Sampling]]:
-        """(number, prompt, how)"""
+    def each(self) -> list[tuple[int, NDArray[np.int64], Sampling, tuple[Placed, ...]]]:
+        """(number, prompt, how, its media)"""
         if self.prompts is None:
             return []
         prompts = [self.prompts[start:end] for start, end in pairwise(self.starts)]
+        placed = [tuple(Placed(start, self.media[i]) for start, i in each) for each in self.placed] or [()] * len(prompts)
         return [
-            (number, prompts[place], Sampling(*values))
+            (number, prompts[place], Sampling(*values), placed[place])
             for number, place, values in zip(self.numbers, self.prompt_of, self.samplings, strict=True)
         ]
 

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError
@@ -19,7 +21,7 @@ from ratchet.interfaces import Shard
 from ratchet.models.lora import Adapter
 from ratchet.models.policy import PolicyModel
 from ratchet.models.quantised import Quantised
-from ratchet.types import Completion, Sampling
+from ratchet.types import Completion, Placed, Sampling
 
 
 class Front:
@@ -30,7 +32,8 @@ class Front:
     requests, and make what follows a mixture of two policies that no learner can score exactly.
 
     weights, parameters, quantised: see `Staging`. tokenizer: needed for requests with stop strings only. policy: the model that
-    the core reads, where it can have an adapter. adapters: says which others requests may name.
+    the core reads, where it can have an adapter. adapters: says which others requests may name. reads_media: whether the model
+    does.
     """
 
     shares_weights = True  # the learner's optimizer changes the very tensors that the core reads
@@ -49,10 +52,11 @@ class Front:
         records_routes: bool = False,
         policy: PolicyModel | None = None,
         adapters: Callable[[], Sequence[str]] = list,
+        reads_media: bool = False,
         quantised: Callable[[], Iterable[Quantised]] = tuple,
     ) -> None:
         self.core, self.keep_kv, self.policy = core, keep_kv, policy
-        self.entrance = Entrance(vocab_size, max_context, tokenizer, records_routes, adapters)
+        self.entrance = Entrance(vocab_size, max_context, tokenizer, records_routes, adapters, reads_media)
         self._staging = Staging(weights, parameters, quantised)
         self._paused = False
         self._pump: asyncio.Task[None] | None = None
@@ -72,16 +76,24 @@ class Front:
         return self.entrance.records_routes
 
     @property
+    def reads_media(self) -> bool:
+        """Whether prompts may have some."""
+        return self.entrance.reads_media
+
+    @property
     def version(self) -> int:
         return self.core.version
 
     # --- generating
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """Raises DataError for a prompt that is empty, too long or has an unknown token, ConfigError for an impossible
-        sampling, and whatever broke the step that the request was in."""
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
+        """Raises DataError for a prompt that is empty, too long, has an unknown token or media that don't lie in it,
+        ConfigError for an impossible sampling or media that the model can't read, and whatever broke the request's step."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = self.entrance.admit(tokens, sampling, _once(future, future.set_result), _once(future, future.set_exception))
+        deliver, fail = _once(future, future.set_result), _once(future, future.set_exception)
+        request = self.entrance.admit(tokens, sampling, deliver, fail, media)
         if request.limit == len(request.prompt):
             return request.without_tokens(request.reason_at_limit)
         self.core.add(request)

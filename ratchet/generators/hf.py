@@ -1,4 +1,5 @@
-"""Any causal language model of transformers as a generator: one padded batch after the other, with transformers' own cache.
+"""Any causal language model of transformers as a generator: one padded batch after the other, with transformers' own cache. A
+model that reads images, audio or videos is given those of the prompts where it is given the prompts.
 
 Slower than the engine (padding, no continuous batching, no shared prompts), for the models that the engine can't run. Seeds
 mean the same in both: with equal weights they give equal tokens, but for logits that differ in their last bits.
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ratchet.models.auto import TransformersPolicy
+    from ratchet.models.vision import VisionPolicy
 
 
 class HFGenerator(Front):
-    """model: an instance of `AutoModelForCausalLM`, or a policy around one; its parameters are read at every step.
+    """model: an instance of `AutoModelForCausalLM`, or a policy around one; its parameters are read at every step. Prompts may
+    have media where it is a policy that reads them (`ratchet.models.vision`).
 
     Raises ModelError for the built-in decoder.
     """
@@ -52,8 +55,9 @@ class HFGenerator(Front):
             raise ModelError(f"{type(causal).__name__} doesn't name its longest context: set generator.max_context")
         vocab_size = causal.get_output_embeddings().weight.shape[0]
         weights = model.canonical_weights if isinstance(model, PolicyModel) else partial(_named_weights, causal)
+        vision: Any = model if isinstance(model, PolicyModel) and model.reads_media else None
         super().__init__(
-            PaddedBatches(causal, max_running=config.max_running, vocab_size=vocab_size),
+            PaddedBatches(causal, max_running=config.max_running, vocab_size=vocab_size, vision=vision),
             weights,
             causal.parameters,
             tokenizer,
@@ -61,6 +65,7 @@ class HFGenerator(Front):
             max_context=min(config.max_context or positions, positions),
             keep_kv=config.keep_kv,
             policy=model if isinstance(model, PolicyModel) else None,
+            reads_media=vision is not None,
         )
 
 
@@ -102,15 +107,19 @@ class _Row:
 
 
 class PaddedBatches:
-    """Implements `Core`: requests that wait together form a batch, padded on the left; rows that end leave it."""
+    """Implements `Core`: requests that wait together form a batch, padded on the left; rows that end leave it.
 
-    def __init__(self, model: Any, *, max_running: int, vocab_size: int) -> None:
-        self.model, self.max_running, self.vocab_size = model, max_running, vocab_size
+    vision: the policy around a model that reads media; None: it reads text alone.
+    """
+
+    def __init__(self, model: Any, *, max_running: int, vocab_size: int, vision: VisionPolicy | None = None) -> None:
+        self.model, self.max_running, self.vocab_size, self.vision = model, max_running, vocab_size, vision
         self.waiting: deque[Request] = deque()
         self.rows: list[_Row] = []
         self.version = 0
         self._cache: Any = None  # transformers' keys and values of all rows; None: to be computed anew
         self._mask_NL = torch.zeros(0, 0, dtype=torch.int64)
+        self._next_N = torch.zeros(0, dtype=torch.int64)  # the position of what is fed next, in all axes of an M-RoPE the same
 
     @property
     def busy(self) -> bool:
@@ -176,7 +185,7 @@ class PaddedBatches:
         if len(kept) == len(self.rows):
             return
         self.rows = [self.rows[i] for i in kept]
-        self._mask_NL = self._mask_NL[kept]
+        self._mask_NL, self._next_N = self._mask_NL[kept], self._next_N[kept]
         if not kept:
             self._cache = None
         elif self._cache is not None:
@@ -184,18 +193,32 @@ class PaddedBatches:
 
     def _forward(self) -> Tensor:
         """Logits of each row's next token [N, V], float32 or better; feeds what the cache doesn't have yet."""
-        device = self.model.device
-        if self._cache is None:
-            longest = max(len(row.tokens) for row in self.rows)
-            padded = [[0] * (longest - len(row.tokens)) + row.tokens for row in self.rows]
-            feed = torch.tensor(padded, device=device)
-            padding = torch.tensor([[longest - len(row.tokens)] for row in self.rows], device=device)
-            self._mask_NL = (torch.arange(longest, device=device) >= padding).long()
-        else:
-            feed = torch.tensor([row.tokens[-1:] for row in self.rows], device=device)
+        if self._cache is not None:
+            feed = torch.tensor([row.tokens[-1:] for row in self.rows], device=self.model.device)
             self._mask_NL = torch.cat([self._mask_NL, self._mask_NL.new_ones(len(self.rows), 1)], dim=1)
-        positions = (self._mask_NL.cumsum(-1) - 1).clamp_(min=0)[:, -feed.shape[1] :]
-        out = self.model(
+            out = self._run(feed, self._next_N[:, None])
+            self._next_N = self._next_N + 1
+        elif self.vision is not None:
+            media = [row.request.media for row in self.rows]
+            out, self._mask_NL, self._next_N = self.vision.prefill([row.tokens for row in self.rows], media)
+        else:
+            out = self._prefill()
+        self._cache = out.past_key_values
+        last_NV = out.logits[:, -1]
+        return last_NV.to(torch.promote_types(last_NV.dtype, torch.float32), copy=True)
+
+    def _prefill(self) -> Any:
+        device, lengths = self.model.device, [len(row.tokens) for row in self.rows]
+        longest = max(lengths)
+        feed = torch.tensor([[0] * (longest - len(row.tokens)) + row.tokens for row in self.rows], device=device)
+        self._next_N = torch.tensor(lengths, device=device)
+        self._mask_NL = (torch.arange(longest, device=device) >= longest - self._next_N[:, None]).long()
+        return self._run(feed, (self._mask_NL.cumsum(-1) - 1).clamp_(min=0))
+
+    def _run(self, feed: Tensor, positions: Tensor) -> Any:
+        if self.vision is not None and self.vision.axes > 1:
+            positions = positions.expand(self.vision.axes, -1, -1)
+        return self.model(
             input_ids=feed,
             attention_mask=self._mask_NL,
             position_ids=positions,
@@ -203,6 +226,3 @@ class PaddedBatches:
             use_cache=True,
             logits_to_keep=1,
         )
-        self._cache = out.past_key_values
-        last_NV = out.logits[:, -1]
-        return last_NV.to(torch.promote_types(last_NV.dtype, torch.float32), copy=True)

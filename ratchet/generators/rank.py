@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ratchet.errors import RatchetError, WorkerRaised
 from ratchet.generators.exchange import Answered, Asked
 from ratchet.interfaces import Closeable, Generator, Placeable, Shard, ShowsWeights
-from ratchet.types import Completion, Sampling
+from ratchet.types import Completion, Placed, Sampling
 
 TOGETHER_S = 0.005  # after the first completion: what ends by then travels with it
 
@@ -53,8 +53,8 @@ class GeneratorRank:
         for number in cancelled:
             if (task := self._running.pop(number, None)) is not None:
                 task.cancel()
-        for number, tokens, sampling in asked.each():
-            self._begin(number, tokens, sampling)
+        for request in asked.each():
+            self._begin(*request)
         if self._running and not self._done:
             self._some = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._some], timeout=wait_s)
@@ -67,8 +67,8 @@ class GeneratorRank:
         errors = {number: one for number, one in results.items() if isinstance(one, Exception)}
         return Answered.of({number: one for number, one in results.items() if isinstance(one, Completion)}, errors)
 
-    def _begin(self, number: int, tokens: NDArray[np.int64], sampling: Sampling) -> None:
-        task = self._running[number] = asyncio.ensure_future(self.generator.generate(tokens, sampling))
+    def _begin(self, number: int, tokens: NDArray[np.int64], sampling: Sampling, media: Sequence[Placed]) -> None:
+        task = self._running[number] = asyncio.ensure_future(self.generator.generate(tokens, sampling, media))
 
         def ended(task: asyncio.Task[Completion]) -> None:
             if self._running.pop(number, None) is not None:  # nobody waits for one that was cancelled

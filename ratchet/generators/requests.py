@@ -12,12 +12,20 @@ from numpy.typing import NDArray
 from ratchet.errors import ConfigError, DataError
 from ratchet.generators.engine.sampling import check_sampling
 from ratchet.generators.engine.stopping import StopStrings, TextDecoder
-from ratchet.types import Completion, Sampling, StopReason
+from ratchet.types import Completion, Placed, Sampling, StopReason
+
+PromptKey = tuple[bytes, tuple[tuple[int, str], ...]]
+
+
+def prompt_key(tokens: NDArray[np.int64], media: Sequence[Placed]) -> PromptKey:
+    """Equal for equal prompts: the tokens that stand for an image are the same whatever it shows."""
+    return tokens.tobytes(), tuple((start, medium.key) for start, medium in media)
 
 
 @dataclass(eq=False)
 class Request:
-    """prompt: int64, at least one token. limit: tokens at which the whole sequence ends, more than the prompt has.
+    """prompt: int64, at least one token. limit: tokens at which the whole sequence ends, more than the prompt has. media: those
+    of the prompt, in order.
 
     `deliver` and `fail`: exactly one of them is called, once, unless the request is cancelled.
     """
@@ -28,11 +36,12 @@ class Request:
     deliver: Callable[[Completion], None]
     fail: Callable[[BaseException], None]
     watch: StopStrings | None = None
-    key: tuple[str | None, bytes] = field(init=False)  # equal for equal prompts that the same adapter serves
+    media: tuple[Placed, ...] = ()
+    key: tuple[str | None, PromptKey] = field(init=False)  # equal for equal prompts that the same adapter serves
     marks: list[tuple[int, int]] = field(default_factory=list)  # (new tokens so far, version of the next ones)
 
     def __post_init__(self) -> None:
-        self.key = self.sampling.adapter, self.prompt.tobytes()
+        self.key = self.sampling.adapter, prompt_key(self.prompt, self.media)
 
     @property
     def reason_at_limit(self) -> StopReason:
@@ -64,13 +73,14 @@ class Request:
 @dataclass(frozen=True)
 class Entrance:
     """What every prompt is held to. tokenizer: needed for requests with stop strings only. records_routes: see
-    `Sampling.routes`. adapters: the names that `Sampling.adapter` may have."""
+    `Sampling.routes`. adapters: the names that `Sampling.adapter` may have. reads_media: whether the model does."""
 
     vocab_size: int
     max_context: int
     tokenizer: TextDecoder | None
     records_routes: bool = False
     adapters: Callable[[], Sequence[str]] = list
+    reads_media: bool = False
 
     def admit(
         self,
@@ -78,9 +88,10 @@ class Entrance:
         sampling: Sampling,
         deliver: Callable[[Completion], None],
         fail: Callable[[BaseException], None],
+        media: Sequence[Placed] = (),
     ) -> Request:
-        """Raises DataError for a prompt that is empty, too long or has an unknown token, ConfigError for an impossible
-        sampling."""
+        """Raises DataError for a prompt that is empty, too long, has an unknown token or media that don't lie in it,
+        ConfigError for an impossible sampling, or media that the model can't read."""
         prompt = np.array(tokens, dtype=np.int64)
         if not len(prompt):
             raise DataError("an empty prompt: the first token needs something before it, at least a BOS token")
@@ -89,6 +100,7 @@ class Entrance:
         if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id is a huge one
             wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
             raise DataError(f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its tokenizer?")
+        self._check_media(prompt, media)
         check_sampling(sampling)
         if sampling.routes and not self.records_routes:
             raise ConfigError("sampling asks for routes, and this generator records none: only the engine does, of experts")
@@ -102,7 +114,22 @@ class Entrance:
             for token in prompt[len(prompt) - sampling.drawn :].tolist():
                 watch.feed(token)
         limit = min(len(prompt) + sampling.max_new_tokens, self.max_context)
-        return Request(prompt, sampling, limit, deliver, fail, watch)
+        return Request(prompt, sampling, limit, deliver, fail, watch, tuple(media))
+
+    def _check_media(self, prompt: NDArray[np.int64], media: Sequence[Placed]) -> None:
+        if media and not self.reads_media:
+            raise ConfigError(
+                f"the prompt has {len(media)} media (the first is of kind {media[0].medium.kind}), and this generator reads "
+                "text alone: set generator.kind to hf or vllm, with a model that reads them"
+            )
+        end = 0
+        for start, medium in media:
+            if start < end or start + medium.span > len(prompt):
+                raise DataError(
+                    f"a medium ({medium.kind}) is at tokens {start} to {start + medium.span} of a prompt of {len(prompt)}, "
+                    "outside or over the one before: give media in order, with the tokens that they were rendered with"
+                )
+            end = start + medium.span
 
 
 class Core(Protocol):

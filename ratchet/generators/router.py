@@ -22,7 +22,7 @@ from ratchet.generators.engine.stopping import TextDecoder
 from ratchet.generators.stations import Station, Wanted
 from ratchet.generators.workers_config import WorkersConfig
 from ratchet.interfaces import Shard, Workers
-from ratchet.types import Completion, Sampling
+from ratchet.types import Completion, Placed, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -182,11 +182,13 @@ class Router:
 
     # --- requests
 
-    async def generate(self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
         """Raises as the workers' generators do, and WorkerDied and others where a worker is lost and not replaced."""
         assert self._start is not None, "generator.kind=workers starts with the run's other processes: see Router.start"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        wanted = Wanted(next(self._numbers), np.array(tokens, dtype=np.int64), sampling, future)
+        wanted = Wanted(next(self._numbers), np.array(tokens, dtype=np.int64), sampling, future, tuple(media))
         self._place(wanted)
         try:
             return await future

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.generators.exchange import Asked
+from ratchet.generators.requests import PromptKey, prompt_key
 from ratchet.interfaces import Workers
-from ratchet.types import Completion, Sampling, StopReason
+from ratchet.types import Completion, Placed, Sampling, StopReason
 
 
 @dataclass(eq=False)
@@ -22,11 +23,12 @@ class Wanted:
     tokens: NDArray[np.int64]
     sampling: Sampling
     future: asyncio.Future[Completion]
+    media: tuple[Placed, ...] = ()
     aborted: bool = False
-    key: bytes = field(init=False)  # equal for equal prompts
+    key: PromptKey = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = self.tokens.tobytes()
+        self.key = prompt_key(self.tokens, self.media)
 
     @property
     def cost(self) -> int:
@@ -63,7 +65,7 @@ class Station:
     cancelled: list[int] = field(default_factory=list)
     aborting: bool = False
     load: int = 0  # tokens of what is waiting or sent, at most
-    prompts: Counter[bytes] = field(default_factory=Counter)
+    prompts: Counter[PromptKey] = field(default_factory=Counter)
     pump: asyncio.Task[None] | None = None
 
     @property
@@ -77,7 +79,7 @@ class Station:
 
     def outgoing(self) -> tuple[Asked, list[int], bool]:
         """What is sent next: requests, the numbers of cancelled ones, and whether to abort those of before."""
-        asked = Asked.of({n: (wanted.tokens, wanted.key, wanted.sampling) for n, wanted in self.waiting.items()})
+        asked = Asked.of({n: (each.tokens, each.key, each.sampling, each.media) for n, each in self.waiting.items()})
         told = (asked, self.cancelled, self.aborting)
         self.sent.update(self.waiting)
         self.waiting, self.cancelled, self.aborting = {}, [], False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import ConfigError, MissingDependency, ModelError
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.adapters import BASE
@@ -24,6 +25,7 @@ from ratchet.generators.engine.stopping import TextDecoder
 from ratchet.generators.front import Front
 from ratchet.generators.vllm_adapter import RANKS, AdapterBox
 from ratchet.generators.vllm_engines import CORES, VLLMCore
+from ratchet.generators.vllm_media import arguments_of_media, check_installed
 from ratchet.generators.vllm_weights import Outbox
 from ratchet.interfaces import Shard
 from ratchet.models.adapters import load_adapter
@@ -31,7 +33,7 @@ from ratchet.models.hf import read_json
 from ratchet.models.layout import PEFT
 from ratchet.models.lora import Adapter
 from ratchet.models.policy import PolicyModel
-from ratchet.types import Completion, Sampling
+from ratchet.types import Completion, Placed, Sampling
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
@@ -69,11 +71,19 @@ class VLLMGeneration(Front):
             model.save(start)
             if reason := misfit(config, read_json(start / "config.json"), on_cpu=on_cpu):
                 raise ModelError(reason)
-            core = CORES[config.engine](engine_arguments(config, start, dtype, max_context, on_cpu=on_cpu))
+            arguments = engine_arguments(config, start, dtype, max_context, on_cpu=on_cpu)
+            if model.reads_media:
+                self._prepare_media(tokenizer, start)
+                arguments |= arguments_of_media()
+            core = CORES[config.engine](arguments)
         except BaseException:
             rmtree(self._directory, ignore_errors=True)
             raise
-        rmtree(start)
+        if model.reads_media:  # vLLM reads the files of what prepares media later
+            for path in start.glob("*.safetensors"):
+                path.unlink()
+        else:
+            rmtree(start)
         vocab_size = model.vocab_size
         self._shapes = shapes
         super().__init__(
@@ -85,13 +95,20 @@ class VLLMGeneration(Front):
             max_context=max_context,
             keep_kv=config.keep_kv,
             adapters=lambda: [BASE, *self._named],
+            reads_media=model.reads_media,
         )
+
+    def _prepare_media(self, tokenizer: TextDecoder | None, start: Path) -> None:
+        check_installed()
+        if not isinstance(tokenizer, Tokenizer):
+            raise ModelError("vLLM prepares images together with text: give the generator the model's tokenizer")
+        tokenizer.save(start)
 
     @property
     def _named(self) -> list[str]:
         return [name for name in self.core.loras if name is not None]
 
-    async def generate(self, tokens: Any, sampling: Sampling) -> Completion:
+    async def generate(self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()) -> Completion:
         """Raises as `Front.generate` does, and ModelError after a push that failed in the middle of loading."""
         if sampling.truncates:
             raise ConfigError(
@@ -105,7 +122,7 @@ class VLLMGeneration(Front):
             )
         if self._broken:
             raise ModelError(f"vLLM's weights are neither old nor new since a push failed ({self._broken}): push again")
-        return await super().generate(tokens, sampling)
+        return await super().generate(tokens, sampling, media)
 
     async def pause(self) -> None:
         await super().pause()

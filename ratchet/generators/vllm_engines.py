@@ -23,6 +23,7 @@ import torch
 from ratchet.errors import ModelError, TrainingError
 from ratchet.generators.engine.sampling import stream_of
 from ratchet.generators.requests import Core, Request
+from ratchet.generators.vllm_media import check_expanded, collapsed, media_of
 from ratchet.types import Completion, StopReason
 
 ABORT_AGAIN_S = 0.01
@@ -133,7 +134,8 @@ class Loras(dict[str | None, Any]):
 
 def prompt_of(request: Request, version: int) -> dict[str, Any]:
     """Blocks of the prefix cache are shared among requests of equal salt: none finds the keys of other weights."""
-    return {"prompt_token_ids": request.prompt.tolist(), "cache_salt": f"weights {version}"}
+    salt = f"weights {version}"
+    return {"prompt_token_ids": collapsed(request), "cache_salt": salt, **media_of(request, salt)}
 
 
 # --- in this process
@@ -180,6 +182,7 @@ class Stepped:
             if answer is None:
                 continue
             piece = output.outputs[0]
+            check_expanded(answer.request, output.prompt_token_ids)
             answer.add(piece)
             if answer.stop is not None:
                 if piece.finish_reason is None:
@@ -215,6 +218,7 @@ class Stepped:
     async def halt(self, *, forget: bool) -> None:
         if forget:
             self.llm.reset_prefix_cache(reset_running_requests=True)
+            self.llm.reset_encoder_cache()
 
     async def proceed(self) -> None: ...
 
@@ -286,6 +290,7 @@ class Apart:
         prompt, lora = prompt_of(request, self.version), self.loras.get(request.sampling.adapter)
         async for output in self.llm.generate(prompt, parameters, request_id=name, lora_request=lora):
             piece = output.outputs[0]
+            check_expanded(request, output.prompt_token_ids)
             answer.add(piece)
             if piece.finish_reason is not None:
                 request.marks += [(span.start, _version_of(span.version)) for span in piece.weight_versions or ()]
@@ -325,7 +330,7 @@ class Apart:
         return await self.llm.collective_rpc(method, args=arguments)
 
     async def halt(self, *, forget: bool) -> None:
-        await self.llm.pause_generation(mode="keep", clear_cache=forget)
+        await self.llm.pause_generation(mode="keep", clear_cache=forget)  # what encoders gave of images with the rest
 
     async def proceed(self) -> None:
         await self.llm.resume_generation()

@@ -7,7 +7,8 @@ its encoder (tower) gives the embeddings that are put in their places.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -190,28 +191,85 @@ class VisionPolicy(TransformersPolicy):
         return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])
 
     def _forward(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media) -> Tensor:
-        types_T = self._types(tokens_T)
+        types_T = torch.zeros_like(tokens_T)
+        for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
+            self._mark(types_T[end - length : end], tokens_T[end - length : end], placed)
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
-        found = [placed.medium for row in media for placed in row]
-        seen, outputs = self._encoded(found), dict[str, Any]()
+        options |= self._read([placed.medium for row in media for placed in row], types_T[None])
+        if self.takes_positions:
+            options["position_ids"] = self._positions(tokens_T, positions_T, types_T, lengths, media)
+        with self._reading(tokens_T[None], types_T[None]) as shown_1T:
+            return self.backbone(input_ids=shown_1T, **options)[0][0]
+
+    def _read(self, found: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
+        """What a forward takes for media, in the order in which they lie in its rows."""
+        options, outputs = dict[str, Any](), dict[str, Any]()
+        seen = self._encoded(found)
         for kind in {medium.kind: None for medium in found}:
             own = [medium for medium in found if medium.kind == kind]
             if kind in seen:
                 outputs[kind] = seen[kind].of(own)
             else:
-                options |= {name: x.to(tokens_T.device) for name, x in joined(own).items() if name in self.takes}
+                options |= {name: x.to(types_NL.device) for name, x in joined(own).items() if name in self.takes}
         if outputs:
             options["mm_encoder_outputs"] = outputs
-        for name in {"mm_token_type_ids", "token_type_ids"} & self.takes:
-            options[name] = types_T[None]
+        return options | dict.fromkeys({"mm_token_type_ids", "token_type_ids"} & self.takes, types_NL)
+
+    def prefill(self, rows: Sequence[Sequence[int]], media: Media) -> tuple[Any, Tensor, Tensor]:
+        """The model's output for the last token of each row, with its cache, over rows padded on the left; the mask that
+        this took [N, L]; and the position of each row's next token [N], in all axes the same."""
+        device, longest = self.model.device, max(map(len, rows))
+        tokens_NL = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
+        mask_NL, types_NL = torch.zeros_like(tokens_NL), torch.zeros_like(tokens_NL)
+        places = list[Tensor]()
+        for i, (row, placed) in enumerate(zip(rows, media, strict=True)):
+            first = longest - len(row)
+            own = tokens_NL[i, first:]
+            own.copy_(torch.as_tensor(row))
+            mask_NL[i, first:] = 1
+            self._mark(types_NL[i, first:], own, placed)
+            order = torch.arange(len(row), device=device)
+            found = self._positions(own, order, types_NL[i, first:], [len(row)], [placed])
+            found = found[-3:, 0] if found.dim() == 3 else found
+            places.append(nn.functional.pad(found, (first, 0)))
+        options = self._read([placed.medium for row in media for placed in row], types_NL)
+        positions_RNL = torch.stack(places, 1)
         if self.takes_positions:
-            options["position_ids"] = self._positions(tokens_T, positions_T, types_T, lengths, media)
-        return self.backbone(input_ids=tokens_T[None], **options)[0][0]
+            options["position_ids"] = positions_RNL if len(positions_RNL) > 1 else positions_RNL[0]
+        with self._reading(tokens_NL, types_NL) as shown_NL:
+            out = self.model(input_ids=shown_NL, attention_mask=mask_NL, use_cache=True, logits_to_keep=1, **options)
+        return out, mask_NL, positions_RNL.amax((0, 2)) + 1
+
+    def _mark(self, types_T: Tensor, tokens_T: Tensor, placed: Sequence[Placed]) -> None:
+        """Of the media of one sequence."""
+        for start, medium in placed:
+            own = slice(start, start + medium.span)
+            types_T[own] = self._types(tokens_T[own])
+
+    @contextmanager
+    def _reading(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
+        """Tokens whose only placeholders are those of media, while the embedding reads all as they are: one that a policy wrote
+        is a token like others."""
+        stray_NL = (self._types(tokens_NL) > 0) & (types_NL == 0)
+        if not stray_NL.any():
+            yield tokens_NL
+            return
+        text = next(i for i in range(self.vocab_size) if not self._types(torch.tensor([i])))
+        hook = self.model.get_input_embeddings().register_forward_pre_hook(lambda module, given: (tokens_NL,))
+        try:
+            yield torch.where(stray_NL, text, tokens_NL)
+        finally:
+            hook.remove()
 
     @cached_property
     def takes(self) -> frozenset[str]:
         """Arguments of the backbone."""
         return frozenset(inspect.signature(self.backbone.forward).parameters)
+
+    @property
+    def axes(self) -> int:
+        """Of a token's position: 3 (time, height, width) under M-RoPE."""
+        return 3 if hasattr(self.backbone, "get_rope_index") else 1
 
     def _types(self, tokens_T: Tensor) -> Tensor:
         types_T = torch.zeros_like(tokens_T)

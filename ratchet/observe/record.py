@@ -21,6 +21,7 @@ from xxhash import xxh3_64
 
 from ratchet.errors import DataError
 from ratchet.observe.record_groups import groups_of
+from ratchet.observe.record_media import MEDIA, read_media
 from ratchet.observe.record_schema import ADDED, SCALARS, SCHEMA
 from ratchet.types import Group
 
@@ -46,15 +47,18 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """One Parquet file: the rows of some steps, in order."""
+    """One Parquet file: the rows of some steps, in order. media_size, media_sha256: of the file of the same name in `media/`,
+    where they have media."""
 
     name: str
     size: int
     sha256: str
     steps: tuple[StepFacts, ...]
+    media_size: int = 0
+    media_sha256: str = ""
 
     def line(self) -> str:
-        body = asdict(self)
+        body = {name: value for name, value in asdict(self).items() if value or not name.startswith("media_")}
         return json.dumps({**body, "check": _check(body)}) + "\n"
 
 
@@ -118,14 +122,28 @@ class Record:
     def step(self, step: int) -> pa.Table:
         """All columns of one step's rows, after the file's checksum was compared. Raises DataError where it was not recorded,
         or was changed."""
+        self.verify(self._file(step))
+        return self.table(SCHEMA.names, steps=[step])
+
+    def _file(self, step: int) -> RecordFile:
         file = next((file for file in self.files for facts in file.steps if facts.step == step), None)
         if file is None:
             raise DataError(f"step {step} is not in the record in {self.directory}: it has {_ranges(self.steps)}")
-        self.verify(file)
-        return self.table(SCHEMA.names, steps=[step])
+        return file
+
+    def media(self, step: int) -> dict[str, bytes]:
+        """The encoded images and other media of a step, and of those in its file, by name. Raises DataError where they can't be
+        read, or were changed."""
+        file = self._file(step)
+        if not file.media_size:
+            return {}
+        path = self.directory / MEDIA / file.name
+        _verify(path, file.media_sha256)
+        return read_media(path)
 
     def groups(self, step: int) -> list[Group]:
-        """The whole of what a step drew. Raises DataError as `step` does, and where only a sample of it was kept."""
+        """The whole of what a step drew; of media only what they were made of (see `groups_of`). Raises DataError as `step`
+        and `media` do, and where only a sample of it was kept."""
         table = self.step(step)
         facts = self.steps[step]
         if not facts.whole:
@@ -133,18 +151,25 @@ class Record:
                 f"step {step} is in the record with {facts.groups} of its {facts.drawn} groups (record.groups): it can be "
                 "looked at, and not computed again"
             )
-        return groups_of(table)
+        return groups_of(table, self.media(step))
 
     def verify(self, file: RecordFile) -> None:
         """Raises DataError where a file is not as it was written."""
-        path = self.directory / file.name
-        try:
-            with path.open("rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
-        except OSError as error:
-            raise DataError(f"{path} can't be read: {error}") from error
-        if found != file.sha256:
-            raise DataError(f"{path} was changed since it was recorded: its checksum does not match")
+        _verify(self.directory / file.name, file.sha256)
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _verify(path: Path, sha256: str) -> None:
+    try:
+        found = digest_of(path)
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    if found != sha256:
+        raise DataError(f"{path} was changed since it was recorded: its checksum does not match")
 
 
 def _with(columns: list[str], part: pa.Table) -> pa.Table:

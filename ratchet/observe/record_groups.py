@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ratchet.observe.record_media import restored, source_of
 from ratchet.types import (
     Cancelled,
     Failed,
     Group,
+    Medium,
     Message,
     Outcome,
     Part,
+    Placed,
     Scored,
     Task,
     ToolCall,
@@ -38,11 +41,17 @@ DTYPES: Mapping[str, type] = {
 }
 
 
-def groups_of(table: pa.Table) -> list[Group]:
-    """The groups of one step, bit for bit as the batch was packed from them. What JSON holds (an answer, `meta`, arguments)
-    comes back as JSON has it; `extras` and media stay in the record."""
+def groups_of(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
+    """The groups of one step, bit for bit as the batch was packed from them, but for what a model reads of media, which its
+    processor computes: their `inputs` are empty. What JSON holds (an answer, `meta`, arguments) comes back as JSON has it;
+    `extras` stay in the record. sources: of the media, by name. Raises DataError where one is missing."""
+    media: Mapping[str, bytes] = sources or {}
+    known: dict[str, Medium] = {}  # equal ones are one object
     tokens = {name: _token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()}
     words = table.drop_columns(list(DTYPES)).to_pylist()
+    for word in words:
+        word["prompt"], word["messages"] = (_messages(word[name] or (), media) for name in ("prompt", "messages"))
+        word["media"] = _media(word["media"] or (), media, known)
     rows = [(word, _trajectory(word, {name: lists[i] for name, lists in tokens.items()})) for i, word in enumerate(words)]
     groups = []
     for _, members in itertools.groupby(rows, key=lambda row: row[0]["group_index"]):
@@ -70,10 +79,18 @@ def _trajectory(word: Mapping[str, Any], columns: dict[str, Any]) -> Trajectory:
         use=word["use"],
         temperature=word["temperature"],
         turns=tuple(Turn(**turn) for turn in word["turns"]),
-        messages=_messages(word["messages"]),
+        messages=word["messages"],
+        media=word["media"],
         outcome=_outcome(word),
         metrics=dict(word["metrics"]),
     )
+
+
+def _media(placed: Sequence[Mapping[str, Any]], sources: Mapping[str, bytes], known: dict[str, Medium]) -> tuple[Placed, ...]:
+    for one in placed:
+        if one["key"] not in known:
+            known[one["key"]] = Medium(one["key"], one["kind"], one["span"], {}, source_of(one["name"], sources))
+    return tuple(Placed(one["start"], known[one["key"]]) for one in placed)
 
 
 def _outcome(word: Mapping[str, Any]) -> Outcome | None:
@@ -92,7 +109,7 @@ def _outcome(word: Mapping[str, Any]) -> Outcome | None:
 def _task(word: Mapping[str, Any]) -> Task:
     return Task(
         id=word["task"],
-        messages=_messages(word["prompt"] or ()),
+        messages=word["prompt"],
         answer=None if word["answer"] is None else json.loads(word["answer"]),
         environment=word["environment"],
         seed=word["task_seed"],
@@ -101,11 +118,11 @@ def _task(word: Mapping[str, Any]) -> Task:
     )
 
 
-def _messages(said: Any) -> tuple[Message, ...]:
+def _messages(said: Any, sources: Mapping[str, bytes]) -> tuple[Message, ...]:
     return tuple(
         Message(
             role=message["role"],
-            content=tuple(Part(**part) for part in message["parts"]) if message["content"] is None else message["content"],
+            content=_parts(message["parts"], sources) if message["content"] is None else message["content"],
             tool_calls=tuple(
                 ToolCall(call["id"], call["name"], json.loads(call["arguments"])) for call in message["tool_calls"] or ()
             ),
@@ -113,3 +130,7 @@ def _messages(said: Any) -> tuple[Message, ...]:
         )
         for message in said
     )
+
+
+def _parts(parts: Any, sources: Mapping[str, bytes]) -> tuple[Part, ...]:
+    return tuple(Part(part["type"], restored(part["type"], part["value"], sources)) for part in parts)

@@ -18,6 +18,13 @@ TURN = pa.struct([
     pa.field("state_key", pa.string()),
     pa.field("terminated", pa.bool_()),
 ])  # fmt: skip
+PLACED = pa.struct([
+    pa.field("start", pa.int32()),
+    pa.field("span", pa.int32()),
+    pa.field("kind", pa.string()),
+    pa.field("key", pa.string()),
+    pa.field("name", pa.string()),
+])  # fmt: skip
 PART = pa.struct([pa.field("type", pa.string()), pa.field("value", pa.string())])
 TOOL_CALL = pa.struct([pa.field("id", pa.string()), pa.field("name", pa.string()), pa.field("arguments", pa.string())])
 MESSAGE = pa.struct([
@@ -28,7 +35,7 @@ MESSAGE = pa.struct([
     pa.field("tool_call_id", pa.string()),
 ])  # fmt: skip
 
-ADDED = {"uses": 0}  # columns that files of version 1 may lack, and what is true of each row of those
+ADDED = {"uses": 0, "media": []}  # columns that files of version 1 may lack, and what is true of each row of those
 
 # One number or word for each trajectory.
 SCALARS = {
@@ -68,6 +75,7 @@ DETAILS = {
     "task_meta": pa.string(),
     "prompt": pa.list_(MESSAGE),
     "messages": pa.list_(MESSAGE),
+    "media": pa.list_(PLACED),
     "extras": pa.string(),
 }
 # One entry for each token, as they were sampled.

@@ -14,7 +14,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ratchet.batch import ROUTES, Batch
-from ratchet.observe.record_schema import LEARNED, MESSAGE, NUMBERS, PART, SAMPLED, SCALARS, SCHEMA, TOOL_CALL, TURN
+from ratchet.observe.record_media import name_of, shortened
+from ratchet.observe.record_schema import (
+    LEARNED,
+    MESSAGE,
+    NUMBERS,
+    PART,
+    PLACED,
+    SAMPLED,
+    SCALARS,
+    SCHEMA,
+    TOOL_CALL,
+    TURN,
+)
 from ratchet.types import (
     POLICY,
     Cancelled,
@@ -265,6 +277,7 @@ def _details(rows: Sequence[Row]) -> dict[str, pa.Array]:
         "failure_detail": _array([t.outcome.detail if isinstance(t.outcome, Failed) else None for t in ours], pa.string()),
         "prompt": _messages([row.group.task.messages if row.number == 0 else None for row in rows]),
         "messages": _messages([t.messages for t in ours]),
+        "media": _media(ours),
         "extras": _array([_extras(t) for t in ours], pa.string()),
     }
 
@@ -275,9 +288,21 @@ def as_json(value: Any) -> str:
 
 
 def _extras(t: Trajectory) -> str | None:
-    if not t.extras and not t.media:
-        return None
-    return as_json({"extras": dict(t.extras), "media": [placed.medium.key for placed in t.media]})
+    return as_json(dict(t.extras)) if t.extras else None
+
+
+def _media(ours: Sequence[Trajectory]) -> pa.Array:
+    """name: of its source in the record's `media/`."""
+    placed = [placed for t in ours for placed in t.media]
+    return _structs(
+        [len(t.media) for t in ours],
+        PLACED,
+        start=[start for start, _ in placed],
+        span=[medium.span for _, medium in placed],
+        kind=[medium.kind for _, medium in placed],
+        key=[medium.key for _, medium in placed],
+        name=[name_of(medium.source) for _, medium in placed],
+    )
 
 
 def _maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:
@@ -320,7 +345,7 @@ def _parts(some: Sequence[Sequence[Part] | None]) -> pa.Array:
         [None if each is None else len(each) for each in some],
         PART,
         type=[part.type for part in parts],
-        value=[part.value for part in parts],
+        value=[shortened(part) for part in parts],
     )
 
 
@@ -335,7 +360,7 @@ def _tool_calls(some: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
     )
 
 
-def _structs(lengths: Sequence[int | None], kind: pa.StructType, **columns: Any) -> pa.Array:
+def _structs(lengths: Sequence[int | None], kind: pa.StructType, /, **columns: Any) -> pa.Array:
     """Lists of structs from the columns of all entries laid end to end. A length of None: no list."""
     null = np.asarray([n is None for n in lengths], np.bool_)
     if null.all():

@@ -6,12 +6,11 @@ wherever a checkpoint is saved: so a run that was killed and went on has the sam
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from ratchet.config.schema import RecordConfig
 from ratchet.errors import DataError
 from ratchet.interfaces import Fingerprinted
 from ratchet.observe.files import replace_text, sync
-from ratchet.observe.record import INDEX, RecordFile, StepFacts, read_index
+from ratchet.observe.record import INDEX, RecordFile, StepFacts, digest_of, read_index
+from ratchet.observe.record_media import MEDIA, sources_of, write_media
 from ratchet.observe.record_schema import LEARNED, SCHEMA
 from ratchet.observe.record_table import table_of
 from ratchet.observe.sinks import SINK_ERRORS
@@ -34,7 +34,8 @@ from ratchet.types import Group
 
 log = logging.getLogger(__name__)
 
-MOST_STEPS, MOST_TOKENS = 32, 2**22  # of a file: the fewer files, the sooner a record is open; tokens lie in memory meanwhile
+# Of a file: the fewer files, the sooner a record is open; tokens and bytes of media lie in memory meanwhile.
+MOST_STEPS, MOST_TOKENS, MOST_MEDIA = 32, 2**22, 2**28
 FAULTS = (*SINK_ERRORS, DataError, TypeError, ArithmeticError)  # of a disk, or of what somebody's environment measures
 BEHIND = 2  # steps that the thread may lie behind training, which then waits
 FLOATS = [name for name, kind in LEARNED.items() if name != "trained"] + ["rollout_logprobs", "log_kept_mass"]
@@ -56,6 +57,7 @@ class Recorder:
         self.files: list[RecordFile] = []
         self._tables: list[pa.Table] = []  # of the file in progress, which the thread alone touches
         self._facts: list[StepFacts] = []
+        self._media: dict[str, bytes] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._running: deque[Future[None]] = deque()
         self._on = config.every > 0
@@ -123,9 +125,10 @@ class Recorder:
         chosen = self._choose(step, len(groups))
         table = table_of(step, stage, groups, batch, weights(batch).numpy(), chosen=chosen)
         self._tables.append(table)
+        self._media |= sources_of(groups, chosen)
         self._facts.append(StepFacts(step, stage, table.num_rows, len(chosen), len(groups), dict(prints)))
         tokens = sum(part.column("length").combine_chunks().to_numpy().sum() for part in self._tables)
-        if len(self._tables) >= MOST_STEPS or tokens >= MOST_TOKENS:
+        if len(self._tables) >= MOST_STEPS or tokens >= MOST_TOKENS or sum(map(len, self._media.values())) >= MOST_MEDIA:
             self._write()
 
     def _choose(self, step: int, drawn: int) -> Sequence[int]:
@@ -136,21 +139,19 @@ class Recorder:
         return sorted(random.Random(f"{self.seed}/{step}").sample(range(drawn), most))
 
     def _write(self) -> None:
-        """The tables as one file, and one row group: a draft first, which takes its name when it is whole."""
+        """The tables as one file, and one row group; their media, where they have some, as another before it."""
         if not self._tables:
             return
         table = pa.concat_tables(self._tables)
         facts = tuple(self._facts)
         path = self.directory / f"{facts[0].step:08d}-{facts[-1].step:08d}.parquet"
-        draft = path.with_name(f".{path.name}.partial")
-        with pq.ParquetWriter(draft, SCHEMA, **FORMAT) as writer:
-            writer.write_table(table, row_group_size=max(table.num_rows, 1))
-        sync(draft)
-        draft.rename(path)
-        with path.open("rb") as written:
-            digest = hashlib.file_digest(written, "sha256").hexdigest()
-        self._tables, self._facts = [], []
-        self.files.append(RecordFile(path.name, path.stat().st_size, digest, facts))
+        media: tuple[int, str] = (0, "")
+        if self._media:
+            (self.directory / MEDIA).mkdir(exist_ok=True)
+            media = _written(self.directory / MEDIA / path.name, lambda draft: write_media(draft, self._media))
+        size, digest = _written(path, lambda draft: _write_table(draft, table))
+        self._tables, self._facts, self._media = [], [], {}
+        self.files.append(RecordFile(path.name, size, digest, facts, *media))
         self._append(self.files[-1])
         self._prune()
 
@@ -166,12 +167,13 @@ class Recorder:
         """Removes the oldest files of a record that is larger than it may be; the newest stays in any case."""
         most = self.config.max_gib * 2**30
         doomed = []
-        while len(self.files) > 1 and sum(file.size for file in self.files) > most:
+        while len(self.files) > 1 and sum(file.size + file.media_size for file in self.files) > most:
             doomed.append(self.files.pop(0))
         if doomed:
             self._write_index()
             for file in doomed:
                 (self.directory / file.name).unlink(missing_ok=True)
+                (self.directory / MEDIA / file.name).unlink(missing_ok=True)
 
     def _write_index(self) -> None:
         replace_text(self.directory / INDEX, "".join(file.line() for file in self.files))
@@ -182,7 +184,27 @@ class Recorder:
         # Files end where checkpoints are, so none has steps on both sides.
         self.files = [file for file in read_index(self.directory) if file.steps[-1].step <= keep_through]
         self._write_index()
-        known = {INDEX, *(file.name for file in self.files)}
-        for path in self.directory.iterdir():
-            if path.name not in known and path.suffix in (".parquet", ".partial"):
-                path.unlink()
+        _clear(self.directory, {file.name for file in self.files})
+        if (self.directory / MEDIA).is_dir():
+            _clear(self.directory / MEDIA, {file.name for file in self.files if file.media_size})
+
+
+def _written(path: Path, write: Callable[[Path], None]) -> tuple[int, str]:
+    """A draft first, which takes its name when it is whole. Gives size and SHA-256."""
+    draft = path.with_name(f".{path.name}.partial")
+    write(draft)
+    sync(draft)
+    draft.rename(path)
+    return path.stat().st_size, digest_of(path)
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    with pq.ParquetWriter(path, SCHEMA, **FORMAT) as writer:
+        writer.write_table(table, row_group_size=max(table.num_rows, 1))
+
+
+def _clear(directory: Path, known: Set[str]) -> None:
+    """Of files that no line of the index names."""
+    for path in directory.iterdir():
+        if path.name not in known and path.suffix in (".parquet", ".partial"):
+            path.unlink()

@@ -8,30 +8,35 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import DataError
 from ratchet.interfaces import Exported, LossTerm, Outputs, Shard, Step
-from ratchet.types import Completion, Group, Message, Outcome, Sampling, Scored, Split, StopReason, Task, Trajectory
+from ratchet.types import Completion, Group, Message, Outcome, Placed, Sampling, Scored, Split, StopReason, Task, Trajectory
 
 
 class FakeGenerator:
     """`script(prompt tokens, sampling) -> completion tokens`; they stop by the last one being in `stop_ids`, or by length."""
 
-    def __init__(self, script: Callable[[Sequence[int], Sampling], Sequence[int]]) -> None:
+    def __init__(self, script: Callable[[Any, Sampling], Sequence[int]]) -> None:
         self.script = script
         self.requests: list[tuple[list[int], Sampling]] = []
+        self.media: list[tuple[Placed, ...]] = []  # of each request
         self._version = 0
 
     @property
     def version(self) -> int:
         return self._version
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
         if not len(tokens):
             raise DataError("an empty prompt: nothing precedes the first token")
         self.requests.append((list(tokens), sampling))
+        self.media.append(tuple(media))
         new = list(self.script(tokens, sampling))[: sampling.max_new_tokens]
         stopped = bool(new) and new[-1] in sampling.stop_ids
         return Completion(

@@ -18,7 +18,7 @@ from ratchet.experience.scheduler import GenerateScheduler, Issue
 from ratchet.interfaces import LossTerm
 from ratchet.learners.around import Around
 from ratchet.testing.fakes import FakeGenerator
-from ratchet.types import Completion, Group, Sampling, Task
+from ratchet.types import Completion, Group, Placed, Sampling, Task
 
 
 class SlowGenerator(FakeGenerator):
@@ -33,10 +33,10 @@ class SlowGenerator(FakeGenerator):
         super().__init__(lambda tokens, sampling: sampling.stop_ids[:1] or [0])
         self.config, self._slots = config, asyncio.Semaphore(config.slots)
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()) -> Completion:
         async with self._slots:
             await asyncio.sleep(seconds_of(sampling.seed, self.config.mean_s, self.config.sigma))
-        return await super().generate(tokens, sampling)
+        return await super().generate(tokens, sampling, media)
 
 
 def seconds_of(seed: int, mean_s: float, sigma: float) -> float:

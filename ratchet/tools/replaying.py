@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 from torch import Tensor
@@ -17,9 +17,12 @@ from ratchet.assemble import adapter_of, begins_with, build_policy, plan_of
 from ratchet.batch import Batch
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.base import Section
+from ratchet.config.kinds import construct
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
+from ratchet.data.media import embedded
+from ratchet.data.processor import Processor
 from ratchet.errors import ConfigError, DataError, RunDirectoryError
 from ratchet.executors.machine import prepare_process
 from ratchet.experience.batcher import Batcher
@@ -31,17 +34,36 @@ from ratchet.observe.record_table import table_of
 from ratchet.roles import make_roles
 from ratchet.run import Run
 from ratchet.stage import Policy
-from ratchet.types import Group
+from ratchet.types import Group, Medium, Placed
 
 
 class Recorded:
     """Implements `Source`: the groups that a step had."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, record: Record, processor: Processor | None) -> None:
+        self.record, self.processor = record, processor
 
     async def draw(self, n: int, version: int) -> list[Group]:
-        return self.record.groups(version + 1)
+        return [self._whole(group) for group in self.record.groups(version + 1)]
+
+    def _whole(self, group: Group) -> Group:
+        """With what the model reads of its media."""
+        rows = tuple(
+            replace(row, media=tuple(Placed(start, self._read(medium)) for start, medium in row.media))
+            for row in group.trajectories
+        )
+        return replace(group, trajectories=rows)
+
+    def _read(self, medium: Medium) -> Medium:
+        where = f"the record's {medium.kind} {medium.key}"
+        if self.processor is None:
+            raise DataError(f"{where} can't be read: the model of the run has no processor for it any more")
+        found = self.processor.expanded(embedded(medium.kind, medium.source), where=where).medium
+        if found.key != medium.key:
+            raise DataError(
+                f"{where} is prepared otherwise than it was: the model has another processor, and nothing would be equal"
+            )
+        return found
 
     def ack(self, ids: Sequence[str], step: int) -> None: ...
 
@@ -51,6 +73,16 @@ class Recorded:
         return {}
 
     async def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Nobody(Section):
+    """In place of a generator's section: whatever the model is, there is none."""
+
+    builds: ClassVar[str] = "ratchet.tools.replaying:no_generator"
+
+
+def no_generator(*_: object) -> None:
+    return None
 
 
 class NoLink:
@@ -214,13 +246,15 @@ class Replay:
             spec=plan.algorithm,
             adapter=adapter_of(config, self.index, self.directory.path),
         )
-        batcher = Batcher(Recorded(self.record), groups_per_step=plan.batch_size, max_failed_share=1.0)
+        batcher = Batcher(
+            Recorded(self.record, policy.renderer.processor), groups_per_step=plan.batch_size, max_failed_share=1.0
+        )
         first = plan.first_step or 0
         return Run(plan.name, algorithm, roles, batcher, NoLink(), first_step=first, last_step=first + plan.steps)
 
     @staticmethod
     def _without_generator(config: RunConfig) -> RunConfig:
-        stages = tuple(stage.model_copy(update={"generator": resolve("generator", {})}) for stage in config.stages)
+        stages = tuple(stage.model_copy(update={"generator": Nobody()}) for stage in config.stages)
         return config.model_copy(update={"stages": stages})
 
     # --- what can't be played

@@ -49,7 +49,7 @@ class Script:
     def __init__(self, tokenizer, *turns):
         self.tokenizer, self.turns, self.prompts = tokenizer, list(turns), []
 
-    async def generate(self, tokens, sampling):
+    async def generate(self, tokens, sampling, media=()):
         self.prompts.append(self.tokenizer.decode(list(tokens), skip_special=False))
         ids = [*self.tokenizer.encode(self.turns.pop(0)), self.tokenizer.eos_ids[0]]
         zeros = np.zeros(len(ids), np.float32)

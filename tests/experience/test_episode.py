@@ -126,8 +126,8 @@ def test_a_broken_environment_costs_only_its_attempt(where):
 
 def test_an_abort_cancels_the_attempt():
     class Aborting(FakeGenerator):
-        async def generate(self, tokens, sampling):
-            completion = await super().generate(tokens, sampling)
+        async def generate(self, tokens, sampling, media=()):
+            completion = await super().generate(tokens, sampling, media)
             return Completion(
                 completion.tokens, completion.logprobs, completion.log_kept_mass, completion.versions, StopReason.ABORTED
             )
@@ -183,8 +183,8 @@ def test_a_tokens_route_is_that_of_the_first_forward_that_computed_it():
 
         turn = -1
 
-        async def generate(self, tokens, sampling):
-            completion = await super().generate(tokens, sampling)
+        async def generate(self, tokens, sampling, media=()):
+            completion = await super().generate(tokens, sampling, media)
             self.turn += 1
             routes = np.full((len(tokens) + len(completion.tokens), 2, 1), self.turn, np.int16)
             routes[-1] = -1

@@ -42,7 +42,7 @@ class Arms(FakeGenerator):
         super().__init__(lambda tokens, sampling: [])
         self.logprobs = logits.log_softmax(-1).tolist()
 
-    async def generate(self, tokens, sampling):
+    async def generate(self, tokens, sampling, media=()):
         (arm,) = random.Random(sampling.seed).choices(range(len(PAYS)), np.exp(self.logprobs))
         return Completion(
             tokens=np.asarray([arm]),

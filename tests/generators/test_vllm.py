@@ -311,7 +311,7 @@ class FakeLLM:
         tokens = tokens[: stops[0] + 1] if stops else tokens
         spans = [SimpleNamespace(version=self.version, start=0, end=len(tokens))]
         done = piece(tokens, "stop" if stops else "length", tokens[-1] if stops else None, spans)
-        yield SimpleNamespace(outputs=[done])
+        yield SimpleNamespace(outputs=[done], prompt_token_ids=prompt["prompt_token_ids"])
 
     async def collective_rpc(self, method, args):
         self.log.append(method)

@@ -1,6 +1,7 @@
 """What a record holds, that it comes back bit for bit, and that nothing that happens to a process or a disk harms it."""
 
 import logging
+from base64 import b64encode
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from ratchet.errors import DataError
 from ratchet.observe import recorder as recording
 from ratchet.observe.record import INDEX, Record
 from ratchet.observe.record_groups import groups_of
+from ratchet.observe.record_media import MEDIA, name_in, restored, shortened, sources_of
 from ratchet.observe.record_schema import SCALARS, SCHEMA
 from ratchet.observe.record_table import table_of
 from ratchet.observe.recorder import Recorder
@@ -101,7 +103,7 @@ def assert_same_batch(a, b):
 
 def test_groups_come_back_as_they_were():
     groups = some_groups()
-    back = groups_of(table())
+    back = groups_of(table(), sources_of(groups, range(len(groups))))
     assert_same_batch(pack(groups), pack(back))
     for was, found in zip(groups, back, strict=True):
         assert (found.id, found.task, found.uses) == (was.id, was.task, was.uses)
@@ -131,7 +133,7 @@ def test_each_row_has_what_the_learner_made_of_it_and_nothing_where_it_counts_fo
     assert (first["trained_tokens"], first["weight"], first["old_logprobs"][:2]) == (3, 5.0, [-0.0, -1.0])
     assert (first["oldest_version"], first["newest_version"], first["generated_tokens"]) == (3, 3, 3)
     assert first["values"] is None
-    assert first["extras"] == '{"extras": {"odd": "{1, 2}"}, "media": ["xxh3:1"]}'
+    assert first["extras"] == '{"odd": "{1, 2}"}'
     assert failed["advantages"] is None
     assert (failed["failure"], failed["failure_detail"]) == ("timeout", "Traceback\n...")
     # Rows that count follow one another in the batch, whatever lies between them.
@@ -195,8 +197,121 @@ def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_pa
     with (tmp_path / "broken" / INDEX).open("a") as index:
         index.write('{"name": "torn')
     session(tmp_path / "broken", range(3, 6), after=2)
-    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "broken")]
+    (tmp_path / "broken" / MEDIA / "00000009-00000009.parquet").write_bytes(b"never indexed either")
+    session(tmp_path / "broken", range(6, 7), after=5)
+    session(tmp_path / "whole", range(6, 7), after=5)
+    files = [files_in(tmp_path / name) for name in ("whole", "broken")]
     assert files[0] == files[1]
+    assert sum(path.parent.name == MEDIA for path in files[0]) == 4
+
+
+def files_in(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def picture(number, size=1):
+    """(part, medium) of the same source, which is no image: nothing here looks into it."""
+    source = bytes([number]) * size
+    part = Part("image", f"data:image/png;base64,{b64encode(source).decode()}")
+    return part, Medium(f"{number} prepared", "image", 2, {"pixel_values": np.ones((4, 3), np.float32)}, source)
+
+
+def with_pictures(size=1):
+    """Two attempts at a task with one image, of which the second was shown another; and one of an image in a file."""
+    (first, cat), (second, dog), (_, far) = (picture(number, size) for number in (1, 2, 3))
+    asked = Message("user", (Part("text", "what?"), first))
+    rows = [
+        replace(
+            make_trajectory([1, 7, 7, 2], [3], reward=1.0, attempt=0, version=1),
+            messages=(asked, Message("assistant", "a")),
+            media=(Placed(1, cat),),
+        ),
+        replace(
+            make_trajectory([1, 7, 7, 2, 7, 7], [3], reward=0.0, attempt=1, version=1),
+            messages=(asked, Message("assistant", "a"), Message("user", (second,))),
+            media=(Placed(1, cat), Placed(4, dog)),
+        ),
+    ]
+    filed = replace(
+        make_trajectory([7, 7], [3], reward=1.0, version=1),
+        messages=(Message("user", (Part("image", "far/away.png"),)),),
+        media=(Placed(0, far),),
+    )
+    return [Group("g/0", Task("t/0", (asked,)), tuple(rows)), make_group("g/1", [filed])]
+
+
+def recorded_pictures(directory, steps=1, *, size=1, **keys):
+    recorder = Recorder(RecordConfig(**keys), directory, seed=0)
+    for step in range(1, steps + 1):
+        recorder.add(step, "rl", with_pictures(size), columned(with_pictures(size)), ones, {})
+        recorder.flush()
+    recorder.close()
+    return Record(directory)
+
+
+def test_media_are_kept_once_as_they_came_and_come_back(tmp_path):
+    found, was = recorded_pictures(tmp_path), with_pictures()
+    assert sorted(found.media(1).values()) == [b"\1", b"\2", b"\3"]
+    back = found.groups(1)
+    for a, b in zip(was, back, strict=True):
+        assert a.task.messages == b.task.messages or a.id == "g/1"  # which has no messages of its own
+        for one, other in zip(a.trajectories, b.trajectories, strict=True):
+            assert one.messages == other.messages
+            assert [(p.start, p.medium.key, p.medium.span, p.medium.source) for p in one.media] == [
+                (p.start, p.medium.key, p.medium.span, p.medium.source) for p in other.media
+            ]
+    first, second = back[0].trajectories
+    assert first.media[0].medium is second.media[0].medium
+    row = found.step(1).to_pylist()[1]
+    assert [part["value"] for message in row["messages"] for part in message["parts"] or ()][1].startswith("media:")
+    assert [(one["start"], one["span"], one["kind"]) for one in row["media"]] == [(1, 2, "image"), (4, 2, "image")]
+
+
+def test_a_medium_that_is_gone_or_was_changed_says_so(tmp_path):
+    found = recorded_pictures(tmp_path)
+    (file,) = (tmp_path / MEDIA).iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"\1", b"\4", 1))
+    with pytest.raises(DataError, match="was changed since it was recorded"):
+        found.groups(1)
+    file.unlink()
+    with pytest.raises(DataError, match=r"media/00000001-00000001\.parquet can.t be read"):
+        found.groups(1)
+    with pytest.raises(DataError, match=r"medium \w+ is not in the record: copy the run's steps/media/ too"):
+        groups_of(found.step(1))
+    assert found.table(["reward"]).num_rows == 3  # what has no need of them goes on
+
+
+def test_media_go_with_the_oldest_files(tmp_path):
+    found = recorded_pictures(tmp_path, 5, size=2**20, max_gib=8 / 2**10)
+    assert [file.name for file in found.files] == ["00000004-00000004.parquet", "00000005-00000005.parquet"]
+    assert sorted(path.name for path in (tmp_path / MEDIA).iterdir()) == [file.name for file in found.files]
+    assert all(file.media_size > 3 * 2**20 for file in found.files)
+
+
+def test_a_step_without_media_has_no_file_of_them(tmp_path):
+    made = Recorder(RecordConfig(), tmp_path, seed=0)
+    plain = [make_group("g/0", [make_trajectory([1], [2], reward=1.0)])]
+    made.add(1, "rl", plain, pack(plain), ones, {})
+    made.close()
+    assert Record(tmp_path).media(1) == {}
+    assert "media" not in (tmp_path / INDEX).read_text()
+    assert not (tmp_path / MEDIA).exists()
+
+
+def test_only_a_url_that_comes_back_the_same_is_taken_out():
+    for value in (
+        "data:image/png;base64,AA",
+        "data:image/png;base64,A A=",
+        "data:image/png,raw",
+        "data:",
+        "media:a;b/c",
+        "x.png",
+    ):
+        assert shortened(Part("image", value)) == value
+    assert shortened(Part("text", "data:image/png;base64,AQ==")) == "data:image/png;base64,AQ=="
+    short = shortened(Part("image", "data:image/png;base64,AQ=="))
+    assert restored("image", short, {name_in(short): b"\1"}) == "data:image/png;base64,AQ=="
 
 
 def test_a_bit_that_changed_is_found(tmp_path):

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ratchet.errors import ConfigError
 from ratchet.experience.interop.batched import BatchedDataDict
 from ratchet.experience.interop.specs import GenerationDatumSpec
-from ratchet.types import Completion, Sampling, StopReason
+from ratchet.types import Completion, Placed, Sampling, StopReason
 
 Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 
@@ -37,8 +38,19 @@ class WithSampling:
     def version(self) -> int:
         return version_of(self.generator)
 
-    async def generate(self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling) -> Completion:
-        return await self.generator.generate(tokens, sampling)
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
+        return await self.generator.generate(tokens, sampling, media)
+
+
+def refuse_media(media: Sequence[Placed]) -> None:
+    """For generators of batches, whose rows are tokens alone. Raises ConfigError."""
+    if media:
+        raise ConfigError(
+            f"the prompt has {len(media)} media, and a generator of batches (GenerationInterface) is given tokens alone: use "
+            "one with the `generate` of ratchet.interfaces.Generator"
+        )
 
 
 def version_of(policy_generation: Any) -> int:
@@ -63,7 +75,10 @@ class OneAtATime:
     def __init__(self, policy_generation: Any, *, pad_id: int) -> None:
         self.policy_generation, self.pad_id = policy_generation, pad_id
 
-    async def generate(self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
+        refuse_media(media)
         requests = [(tokens, sampling)]
         if not hasattr(self.policy_generation, "generate_async"):
             return complete_batch(self.policy_generation, requests, pad_id=self.pad_id)[0]

@@ -85,7 +85,7 @@ class _Message(_Body):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"a part of type '{kind!s:.40}' can't be read: this model reads text only")
+                raise ValueError(f"a part of type '{kind!s:.40}' can't be read: this endpoint takes text only")
         return "".join(part["text"] for part in content)
 
     def message(self) -> Message:

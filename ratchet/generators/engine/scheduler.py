@@ -23,7 +23,7 @@ from ratchet.generators.engine.attention import DecodeAttention, PrefillAttentio
 from ratchet.generators.engine.cache import KVCache
 from ratchet.generators.engine.sampling import draw, uniforms
 from ratchet.generators.engine.slots import Active, Slots
-from ratchet.generators.requests import Request
+from ratchet.generators.requests import PromptKey, Request
 from ratchet.models.decoder import Decoder
 from ratchet.models.routing import Record
 from ratchet.types import StopReason
@@ -129,7 +129,7 @@ class Scheduler:
         if self.waiting and not self.running and not self._fits(1, self.waiting[0].limit):
             self.cache.clear()  # it has the shape of earlier requests
             self.slots.clear()
-        tokens, batch, prompts = 0, list[Request](), set[tuple[str | None, bytes]]()
+        tokens, batch, prompts = 0, list[Request](), set[tuple[str | None, PromptKey]]()
         for request in islice(self.waiting, self.limits.max_running - len(self.running)):
             if request.key not in prompts:
                 tokens += len(request.prompt)
@@ -156,9 +156,9 @@ class Scheduler:
     def _enter(self, batch: list[Request]) -> None:
         """Gives the requests the next free slots, computes each distinct prompt once, and draws their first tokens."""
         first, count = len(self.running), len(batch)
-        numbers: dict[tuple[str | None, bytes], int] = {}
+        numbers: dict[tuple[str | None, PromptKey], int] = {}
         which_N = np.array([numbers.setdefault(request.key, len(numbers)) for request in batch])
-        prompts = [np.frombuffer(tokens, dtype=np.int64) for _, tokens in numbers]
+        prompts = [np.frombuffer(tokens, dtype=np.int64) for _, (tokens, _) in numbers]
         lengths_P = np.array([len(prompt) for prompt in prompts])
         starts_P = np.cumsum(lengths_P) - lengths_P
         self._reserve(_ceil(first + count, self.limits.row_multiple), int(lengths_P.max()) + 1)

@@ -12,11 +12,14 @@ import gzip
 import hashlib
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from typing import Any
 
+from ratchet.tools.report.media import names_of
 from ratchet.tools.report.runs import RunReader
 from ratchet.tools.report.wire import pack
+from ratchet.types import MediaKind
 
 STYLES = ("vendor/uPlot.min.css", "style.css", "rollouts.css")
 # In this order: each uses what those before it define.
@@ -37,6 +40,7 @@ SCRIPTS = (
     "differences.js",
     "app.js",
 )
+MOST_MEDIA = 2**24  # characters of a run's images and other media in a file
 MOST_ROWS = 2**18  # of a run's table in a file; of longer ones every n-th step is there
 
 
@@ -60,14 +64,26 @@ def report_page(runs: Sequence[RunReader], *, rollouts: int, tokens: int) -> str
         blobs.append((f"run-{index}", pack({**run.facts(), "rows": rows, "every": every}, run.metrics())))
         blobs.append((f"rollouts-{index}", run.rollouts.columns(every=every)))
         blobs.append((f"sample-{index}", json.dumps(sample, allow_nan=False).encode()))
+        blobs.append((f"media-{index}", json.dumps(_media(run, sample)).encode()))
     return _page(" · ".join(run.name for run in runs), blobs, connect="'none'")
+
+
+def _media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Of the rollouts that have their texts in the file, each once, as long as there is room."""
+    found: dict[str, str] = {}
+    for detail in sample:
+        new: dict[str, MediaKind] = {name: kind for name, kind in names_of([detail]).items() if name not in found}
+        found |= run.rollouts.media(detail["facts"]["step"], new) if new else {}
+        if sum(map(len, found.values())) > MOST_MEDIA:
+            break
+    return found
 
 
 def _page(title: str, blobs: Sequence[tuple[str, bytes]], *, connect: str) -> str:
     scripts = [asset(name) for name in SCRIPTS]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; connect-src {connect}"
-    policy += "; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src {connect}"
+    policy += "; img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
     values = {
         "policy": policy,
         "title": html.escape(title),

@@ -19,8 +19,10 @@ from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.errors import DataError
 from ratchet.observe.record import INDEX, Record, RecordFile
 from ratchet.observe.record_schema import SCALARS, SCHEMA
+from ratchet.tools.report.media import named_parts, url_of
 from ratchet.tools.report.texts import TokenTexts, tokenizer_of
 from ratchet.tools.report.wire import pack
+from ratchet.types import MediaKind
 
 pc: Any = pyarrow.compute  # whose functions are made when it is imported: a type checker sees none
 
@@ -54,6 +56,7 @@ class Rollouts:
         self._stamp = ""
         self._record: Record | None = None
         self._tables: dict[int, pa.Table] = {}
+        self._media: tuple[str, Mapping[str, bytes]] = ("", {})  # of the file that was read last
 
     def stamp(self) -> str:
         """Changes with the record; cheap."""
@@ -99,6 +102,21 @@ class Rollouts:
         total = float(_loss_shares(table).sum())
         rows = table.take(pa.array(places, pa.int64())).to_pylist()
         return [self._detail(place, row, total) for place, row in zip(places, rows, strict=True)]
+
+    def media(self, step: int, kinds: Mapping[str, MediaKind]) -> dict[str, str]:
+        """`data:` URLs of some media of a step, by name; without those that are gone, or that no browser shows."""
+        record = self.record
+        file = next((file for file in record.files if any(facts.step == step for facts in file.steps)), None)
+        if file is None:
+            return {}
+        if self._media[0] != file.name:
+            try:
+                self._media = (file.name, record.media(step))
+            except DataError:  # the steps were copied without them
+                self._media = (file.name, {})
+        sources = self._media[1]
+        found = {name: url_of(kind, sources[name]) for name, kind in kinds.items() if name in sources}
+        return {name: url for name, url in found.items() if url is not None}
 
     def search(self, text: str, *, most: int) -> tuple[list[tuple[int, int]], int | None]:
         """(step, place in the step) of rollouts in whose messages the text occurs, the newest files first; and the first
@@ -151,7 +169,7 @@ class Rollouts:
             "answer": row["answer"],
             "task_meta": row["task_meta"],
             "failure_detail": row["failure_detail"],
-            "messages": row["messages"] or row["prompt"] or [],
+            "messages": named_parts(row["messages"] or row["prompt"] or [], row["media"] or ()),
             "turns": [{**turn, "reward": _finite(turn["reward"])} for turn in row["turns"] or ()],
             "tokens": {
                 "id": row["tokens"],

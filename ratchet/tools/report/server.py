@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ratchet.errors import PortBusy, RatchetError, RunDirectoryError
+from ratchet.tools.report.media import names_of
 from ratchet.tools.report.page import live_page
 from ratchet.tools.report.runs import RunReader, find_runs
 from ratchet.tools.report.wire import pack
@@ -61,6 +62,11 @@ class Runs:
         places = [int(place) for place in query["places"].split(",")][:MOST_OPENED]
         return JSON, _json(self[query["run"]].rollouts.details(int(query["step"]), places))
 
+    def media(self, query: Query) -> tuple[str, bytes]:
+        rollouts, step = self[query["run"]].rollouts, int(query["step"])
+        kinds = names_of(rollouts.details(step, [int(place) for place in query["places"].split(",")][:MOST_OPENED]))
+        return JSON, _json(rollouts.media(step, kinds))
+
     def search(self, query: Query) -> tuple[str, bytes]:
         found, since = self[query["run"]].rollouts.search(query["text"], most=MOST_FOUND)
         return JSON, _json({"found": found, "since": since})
@@ -79,6 +85,7 @@ def serve(root: Path, port: int) -> ThreadingHTTPServer:
         "/api/run": runs.run,
         "/api/rollouts": runs.rollouts,
         "/api/details": runs.details,
+        "/api/media": runs.media,
         "/api/search": runs.search,
     }
 

@@ -62,7 +62,7 @@ class Scripted(FakeGenerator):
     def _line(self):
         return [*RENDERER.tokenizer.encode(self.lines[len(self.completions) % len(self.lines)]), EOS]
 
-    async def generate(self, tokens, sampling):
+    async def generate(self, tokens, sampling, media=()):
         if self.hold is not None:
             self.waiting.set()
             try:
@@ -70,7 +70,7 @@ class Scripted(FakeGenerator):
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-        completion = await super().generate(tokens, sampling)
+        completion = await super().generate(tokens, sampling, media)
         n = len(self.completions)
         logprobs = -np.arange(1, len(completion.tokens) + 1, dtype=np.float32) / 64 - n
         completion = replace(completion, logprobs=logprobs, versions=np.full(len(logprobs), n, np.int32))

@@ -51,7 +51,7 @@ WRONG = {
     "an unknown parameter": ({**BODY, "top_k": 5}, "top_k: Extra inputs are not permitted"),
     "an image": (
         {**BODY, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages.0.content: Value error, a part of type 'image_url' can't be read: this model reads text only",
+        "messages.0.content: Value error, a part of type 'image_url' can't be read: this endpoint takes text only",
     ),
     "a number": ({**BODY, "messages": [{"role": "user", "content": 5}]}, "messages.0.content: Value error, must be text"),
     "an unknown role": ({**BODY, "messages": [{"role": "narrator", "content": "x"}]}, "messages.0.role: "),
@@ -315,7 +315,7 @@ def test_the_end_of_a_session_aborts_what_runs():
 def test_what_breaks_in_the_generator_is_told_to_the_session():
     async def scene():
         class Broken(FakeGenerator):
-            async def generate(self, tokens, sampling):
+            async def generate(self, tokens, sampling, media=()):
                 raise ValueError("out of memory")
 
         async with serving(Broken(lambda tokens, sampling: [])) as (session, client):

@@ -200,15 +200,15 @@ def test_used_up_budgets_truncate_even_where_the_agent_breaks_of_it():
 
 def test_an_abort_cancels_the_attempt_and_the_generators_errors_go_up():
     class Aborting(Scripted):
-        async def generate(self, tokens, sampling):
-            done = await super().generate(tokens, sampling)
+        async def generate(self, tokens, sampling, media=()):
+            done = await super().generate(tokens, sampling, media)
             return Completion(done.tokens, done.logprobs, done.log_kept_mass, done.versions, StopReason.ABORTED)
 
     (row,) = play(ask, Aborting(["a"]))
     assert row.outcome == Cancelled("aborted")
 
     class Broken(Scripted):
-        async def generate(self, tokens, sampling):
+        async def generate(self, tokens, sampling, media=()):
             raise MemoryError("full")
 
     with pytest.raises(MemoryError, match="full"):

@@ -95,9 +95,9 @@ class Watched:
     def version(self):
         return self.engine.version
 
-    async def generate(self, tokens, sampling):
+    async def generate(self, tokens, sampling, media=()):
         await self.engine.commit(self.engine.version + 1)
-        self.completions.append(await self.engine.generate(tokens, sampling))
+        self.completions.append(await self.engine.generate(tokens, sampling, media))
         return self.completions[-1]
 
 

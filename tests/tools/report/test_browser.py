@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from tools.report.made_runs import grow, make_run, row_of, write_record
+from tools.report.picture_run import make_picture_run
 
 from ratchet.tools.report import write_report
 from ratchet.tools.report.server import HOST, serve
@@ -410,3 +411,56 @@ def test_a_live_page_opens_any_rollout(show, served):
     page.fill("#text", "")
     grow(directory, [7])
     until(page, "app.runs[0].rollouts.count === 56")
+
+
+PICTURES = """() => [...document.querySelectorAll('.rollout')].map(rollout =>
+  [...rollout.querySelectorAll('.picture img')].map(image => [image.alt, image.naturalWidth, image.naturalHeight]))"""
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_images_and_clips_are_in_the_conversation(live, show, tmp_path):
+    make_picture_run(tmp_path / "run", question=f"How many circles? {HOSTILE}")
+    server = None
+    if live:
+        server = serve(tmp_path, 0)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://{HOST}:{server.server_address[1]}/"
+    else:
+        address = write_report([tmp_path / "run"], tmp_path / "r.html", rollouts=8).as_uri()
+    try:
+        page = show(address, "rollouts")
+        page.click(".row >> nth=0")
+        until(page, "document.querySelectorAll('.picture img').length >= 3")
+        until(page, "[...document.querySelectorAll('.picture img')].every(image => image.complete && image.naturalWidth)")
+        first, *_ = page.evaluate(PICTURES)
+        # The one in a file is known by its place among those that the model was shown; the large one was scaled down.
+        assert first == [
+            ["image 1 of the user", 48, 48],
+            ["image 1 of the user", 640, 457],
+            ["image 2 of the user: far.png", 48, 48],
+        ]
+        until(page, "document.querySelector('audio').readyState >= 1")
+        assert page.evaluate("document.querySelector('audio').duration") == pytest.approx(0.2, abs=0.02)
+        assert page.locator("audio").first.get_attribute("aria-label") == "audio 1 of the user"
+        assert page.locator(".media").all_inner_texts()[:2] == ["video: not in this page", "image: not in this page"]
+        page.click(".picture >> nth=0")
+        large = page.locator("dialog.enlarged[open] img")
+        assert large.bounding_box()["width"] > 300 > page.locator(".picture img").first.bounding_box()["width"]
+        page.keyboard.press("Escape")
+        until(page, "!document.querySelector('dialog')")
+        assert page.title() != "owned"
+        assert "owned" in page.locator(".conversation").first.inner_text()
+    finally:
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def test_a_run_that_was_copied_without_its_media_says_so(show, tmp_path):
+    directory = make_picture_run(tmp_path / "run")
+    shutil.rmtree(directory.steps / "media")
+    page = show(write_report([tmp_path / "run"], tmp_path / "r.html", rollouts=8).as_uri(), "rollouts")
+    page.click(".row >> nth=0")
+    page.wait_for_selector(".conversation .media")
+    assert page.locator(".picture").count() == 0
+    assert page.locator(".media").first.inner_text() == "image: not in this page"

@@ -8,7 +8,7 @@ function conversationView(detail) {
 }
 
 function messageView({ role, content, parts, tool_calls: calls, tool_call_id: id }) {
-  const texts = parts ? parts.map(partView) : [el("div", { className: "text" }, content || "")];
+  const texts = parts ? parts.map((part, index) => partView(part, altText(parts, index, role))) : [el("div", { className: "text" }, content || "")];
   return el(
     "div",
     { className: `message ${["system", "user", "assistant", "tool"].includes(role) ? role : "other"}` },
@@ -25,8 +25,32 @@ function messageView({ role, content, parts, tool_calls: calls, tool_call_id: id
   );
 }
 
-function partView({ type, value }) {
-  return type === "text" ? el("div", { className: "text" }, value) : el("div", { className: "media" }, `${type}: ${value}`);
+/** What an image or a clip is called: which of the message, and what file it came from where it has a name. */
+function altText(parts, index, role) {
+  const { type, value } = parts[index];
+  const number = parts.slice(0, index + 1).filter((part) => part.type === type).length;
+  const file = /^(media|data):/.test(value) ? "" : `: ${value.split("/").at(-1)}`;
+  return `${type} ${number} of the ${role}${file}`;
+}
+
+function partView({ type, value, url }, alt) {
+  if (type === "text") return el("div", { className: "text" }, value);
+  if (/^data:image\//.test(url ?? "")) return pictureView(url, alt);
+  if (/^data:audio\//.test(url ?? "")) return el("audio", { controls: true, preload: "metadata", src: url, "aria-label": alt });
+  if (/^data:video\//.test(url ?? "")) return el("video", { controls: true, preload: "metadata", src: url, "aria-label": alt });
+  const where = /^media:/.test(value) ? "not in this page" : value;
+  return el("div", { className: "media" }, `${type}: ${where}`);
+}
+
+/** A small picture, which a click or the Enter key shows large. */
+function pictureView(url, alt) {
+  const large = () => {
+    const box = el("dialog", { className: "enlarged", "aria-label": alt, onclose: () => box.remove(), onclick: () => box.close() });
+    fill(box, el("img", { src: url, alt }));
+    document.body.append(box);
+    box.showModal();
+  };
+  return el("button", { className: "picture", type: "button", title: "Enlarge", onclick: large }, el("img", { src: url, alt }));
 }
 
 function indented(text) {

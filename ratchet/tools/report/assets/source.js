@@ -3,6 +3,16 @@
 
 const MOST_SHOWN = 4; // runs of a live page, before somebody chooses
 
+function mediaParts(detail) {
+  return detail.messages.flatMap((message) => message.parts || []).filter((part) => part.media);
+}
+
+/** The detail, with the `data:` URL of each medium that there is. */
+function withMedia(detail, media) {
+  for (const part of mediaParts(detail)) part.url = media[part.media];
+  return detail;
+}
+
 class EmbeddedSource {
   live = false;
 
@@ -18,6 +28,8 @@ class EmbeddedSource {
     if (run.rollouts) return;
     run.takeRollouts(unpack(await embedded(`rollouts-${run.index}`)));
     const details = JSON.parse(new TextDecoder().decode(await embedded(`sample-${run.index}`)));
+    const media = JSON.parse(new TextDecoder().decode(await embedded(`media-${run.index}`)));
+    for (const detail of details) withMedia(detail, media);
     run.sample = new Map(details.map((detail) => [`${detail.facts.step}/${detail.place}`, detail]));
   }
 
@@ -92,7 +104,11 @@ class LiveSource {
     if (missing.length) {
       if (this.held.size > 500) this.held.clear();
       const answer = await this.ask("details", { run: run.name, step, places: missing.join(",") });
-      for (const detail of await answer.json()) this.held.set(key(detail.place), detail);
+      const details = await answer.json();
+      const some = details.filter((detail) => mediaParts(detail).length);
+      const shown = { run: run.name, step, places: some.map((detail) => detail.place).join(",") };
+      const media = some.length ? await (await this.ask("media", shown)).json() : {};
+      for (const detail of details) this.held.set(key(detail.place), withMedia(detail, media));
     }
     return places.map((place) => this.held.get(key(place)));
   }

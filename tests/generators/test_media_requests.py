@@ -1,0 +1,109 @@
+"""Media on their way to whoever generates: told apart, sent once, and refused where nobody reads them."""
+
+import asyncio
+import pickle
+
+import numpy as np
+import pytest
+from generators.workers_play import Here, columns, config, engine
+
+from ratchet.errors import ConfigError, DataError
+from ratchet.experience.interop.generation import OneAtATime, WithSampling
+from ratchet.experience.interruption import CURRENT, Interruptible
+from ratchet.experience.scheduler import Issue
+from ratchet.generators.exchange import Asked
+from ratchet.generators.requests import Entrance, prompt_key
+from ratchet.generators.router import Router
+from ratchet.testing.fakes import FakeGenerator
+from ratchet.turns import TurnGenerator, Turns
+from ratchet.types import Completion, Medium, Placed, Sampling, StopReason, Task
+
+SAMPLING = Sampling(max_new_tokens=3)
+TOKENS = [5, 7, 7, 6]
+
+
+def image(key, span=2, size=8):
+    return Medium(key, "image", span, {"pixel_values": np.full((size, 3), ord(key[-1]), np.float32)}, key.encode())
+
+
+CAT, DOG = image("cat"), image("dog")
+
+
+def test_equal_tokens_with_other_images_are_another_prompt():
+    tokens = np.array(TOKENS)
+    keys = [prompt_key(tokens, media) for media in ([], [Placed(1, CAT)], [Placed(1, DOG)], [Placed(0, CAT)])]
+    assert len(set(keys)) == 4
+    assert prompt_key(tokens, [Placed(1, image("cat"))]) == keys[1]
+    entrance = Entrance(20, 10, None, reads_media=True)
+    admitted = [entrance.admit(TOKENS, SAMPLING, print, print, [Placed(1, each)]) for each in (CAT, DOG, image("cat"))]
+    assert admitted[0].key == admitted[2].key != admitted[1].key
+
+
+@pytest.mark.parametrize(
+    "media", [[Placed(3, CAT)], [Placed(-1, CAT)], [Placed(2, CAT), Placed(0, DOG)], [Placed(0, CAT), Placed(1, DOG)]]
+)
+def test_media_lie_in_their_prompt_in_order(media):
+    with pytest.raises(DataError, match=r"a medium \(image\) is at tokens .* give media in order"):
+        Entrance(20, 10, None, reads_media=True).admit(TOKENS, SAMPLING, print, print, media)
+
+
+def test_who_reads_text_alone_refuses_them():
+    with pytest.raises(ConfigError, match=r"1 media .* this generator reads text alone: set generator.kind to hf or vllm"):
+        asyncio.run(engine().generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
+    with pytest.raises(ConfigError, match="GenerationInterface"):
+        asyncio.run(OneAtATime(None, pad_id=0).generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
+
+
+def test_requests_travel_with_each_image_once_and_without_any_as_before():
+    tokens = np.array(TOKENS)
+    own = {1: [Placed(0, CAT), Placed(2, DOG)], 2: [Placed(0, CAT), Placed(2, DOG)], 3: [Placed(1, image("cat"))], 4: []}
+    asked = Asked.of({n: (tokens, prompt_key(tokens, media), SAMPLING, media) for n, media in own.items()})
+    assert [medium.key for medium in asked.media] == ["cat", "dog"]
+    assert (len(asked.prompts), asked.prompt_of) == (12, [0, 0, 1, 2])
+    there = pickle.loads(pickle.dumps(asked, protocol=5)).each()
+    assert [number for number, *_ in there] == [1, 2, 3, 4]
+    for number, prompt, sampling, media in there:
+        assert (prompt.tolist(), sampling) == (TOKENS, SAMPLING)
+        assert [(start, medium.key, medium.source) for start, medium in media] == [
+            (start, medium.key, medium.source) for start, medium in own[number]
+        ]
+        for (_, got), (_, sent) in zip(media, own[number], strict=True):
+            np.testing.assert_array_equal(got.inputs["pixel_values"], sent.inputs["pixel_values"])
+    text = Asked.of({1: (tokens, prompt_key(tokens, []), SAMPLING, ())})
+    assert (text.media, text.placed) == ([], ())
+
+
+def test_a_router_brings_them_to_its_workers_and_sends_equal_prompts_together():
+    router, seen = Router(config(2)), [FakeGenerator(lambda tokens, sampling: [1] * 3) for _ in range(2)]
+    workers = [Here(rank, generator=each) for rank, each in enumerate(seen)]
+    router.start(lambda rank: workers[rank])
+
+    async def play():
+        prompts = [[Placed(1, CAT)], [Placed(1, DOG)]] * 3
+        return await asyncio.gather(*(router.generate(TOKENS, SAMPLING, media) for media in prompts))
+
+    assert [tokens for tokens, *_ in columns(asyncio.run(play()))] == [[1, 1, 1]] * 6
+    keys = [{placed.medium.key for media in each.media for placed in media} for each in seen]
+    assert keys == [{"cat"}, {"dog"}]  # equal tokens would all have gone to one of them
+
+
+def test_wrappers_pass_them_on():
+    inner = FakeGenerator(lambda tokens, sampling: [1])
+    media = (Placed(1, CAT),)
+    for wrapped in (TurnGenerator(inner, Turns({"generator": []})), Interruptible(inner), WithSampling(inner, SAMPLING)):
+        asyncio.run(wrapped.generate(TOKENS, SAMPLING, media))
+    assert inner.media == [media] * 3
+
+
+def test_what_goes_on_after_an_interruption_has_the_images_again():
+    inner = FakeGenerator(lambda tokens, sampling: [3])
+    half = Completion(*(np.array(each) for each in ([1, 2], [-1.0, -1.0], [0.0, 0.0], [0, 0])), StopReason.ABORTED)
+    issue = Issue(0, 0, "g/0", Task("t", ()), journal={SAMPLING.seed: half})
+
+    async def play():
+        CURRENT.set(issue)
+        return await Interruptible(inner).generate(TOKENS, SAMPLING, (Placed(1, CAT),))
+
+    assert asyncio.run(play()).tokens.tolist() == [1, 2, 3]
+    assert inner.requests[0][0] == [*TOKENS, 1, 2]
+    assert inner.media == [(Placed(1, CAT),)]

@@ -1,0 +1,106 @@
+"""vLLM on a tiny model that reads images, in a process of its own. Prints "fine"."""
+
+import asyncio
+import faulthandler
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from direct_link import DirectLink
+from PIL import Image
+
+from ratchet.data.media import embed
+from ratchet.data.processor import load_processor
+from ratchet.data.renderer import Renderer
+from ratchet.data.tokenizer import load_tokenizer
+from ratchet.executors import environment
+from ratchet.generators.config import HFConfig, VLLMConfig
+from ratchet.generators.hf import HFGenerator
+from ratchet.generators.vllm import VLLMGeneration
+from ratchet.interfaces import Shard
+from ratchet.models.load import load_policy
+from ratchet.testing.tiny_vlm import TinyVLM, write_tiny_vlm
+from ratchet.types import Message, Part, Sampling
+
+CONFIG = VLLMConfig(engine="sync", enforce_eager=True, kv_cache_gib=0.25, max_running=8, max_context=512)
+
+
+def picture(seed, width, height):
+    return embed(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)))
+
+
+def prompts(renderer):
+    conversations = [
+        (Message("user", "hello"),),
+        (Message("user", (picture(1, 64, 48), Part("text", "what?"))),),
+        (Message("user", (Part("text", "a"), picture(2, 64, 64), Part("text", "b"), picture(1, 64, 48), Part("text", "c"))),),
+    ]
+    for messages in conversations:
+        tokens = renderer.prompt(messages)
+        yield tokens, renderer.media(tokens, messages)
+
+
+class Weights:
+    """What a learner pushes."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def weights(self):
+        for name, tensor in self.policy.canonical_weights():
+            yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+
+
+def furthest(policy, asked, done):
+    most = 0.0
+    for (tokens, media), one in zip(asked, done, strict=True):
+        row = torch.tensor([*tokens, *one.tokens.tolist()])
+        with torch.no_grad():
+            hidden = policy.hidden(row, torch.arange(len(row)), [len(row)], media=[media])
+            logprobs = policy.logits(hidden).log_softmax(-1)[len(tokens) - 1 : -1]
+        most = max(
+            most, float((logprobs.gather(1, row[len(tokens) :, None])[:, 0] - torch.from_numpy(one.logprobs)).abs().max())
+        )
+    return most
+
+
+async def agrees(family):
+    """Its logprobs are the learner's, before and after a push in which the encoder of images changed too."""
+    sizes = TinyVLM(family=family, hidden=128, heads=4, kv_heads=2, vision_hidden=64, max_positions=512, std=0.1)
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_vlm(Path(directory), sizes)
+        policy, tokenizer = load_policy(directory), load_tokenizer(directory)
+        renderer = Renderer(tokenizer, processor=load_processor(directory))
+        with environment.settings(CONFIG.environment):
+            generator = VLLMGeneration(CONFIG, policy, tokenizer)
+            asked = list(prompts(renderer))
+
+            async def draw(of, seed):
+                sampling = Sampling(max_new_tokens=8, seed=seed)
+                return await asyncio.gather(*(of.generate(tokens, sampling, media) for tokens, media in asked))
+
+            try:
+                before = await draw(generator, 1)
+                assert furthest(policy, asked, before) < 1e-4, furthest(policy, asked, before)
+                assert furthest(policy, asked, await draw(HFGenerator(HFConfig(), policy), 1)) < 1e-4
+                with torch.no_grad():
+                    for weight in policy.model.parameters():
+                        weight.mul_(1.05)
+                assert furthest(policy, asked, before) > 1e-3
+                await DirectLink(Weights(policy), generator).push(1)
+                after = await draw(generator, 1)
+                assert furthest(policy, asked, after) < 1e-4, furthest(policy, asked, after)
+                assert all((one.versions == 1).all() for one in after)
+            finally:
+                await generator.close()
+
+
+if __name__ == "__main__":
+    signal.alarm(400)  # a hang ends here, with a report of where
+    faulthandler.dump_traceback_later(390)
+    asyncio.run(agrees(sys.argv[1]))
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.write("fine\n")
