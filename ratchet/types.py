@@ -76,6 +76,11 @@ class Message:
             return self.content
         return "".join(part.value for part in self.content if part.type == "text")
 
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Where its images, clips and videos are."""
+        return () if isinstance(self.content, str) else tuple(part.value for part in self.content if part.type != "text")
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

@@ -67,6 +67,8 @@ class Shapes(OneRightAnswer, Procedural):
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
         things = [Thing(*thing) for thing in problem.meta["things"]]
+        if self.config.shuffled:
+            things = self._things(random.Random(f"another/{problem.identity}"))
         return (Message("user", (self.picture(things), Part("text", problem.prompt))),)
 
     def picture(self, things: Sequence[Thing]) -> Part:

@@ -44,6 +44,10 @@ class ShapesConfig(EnvironmentConfig):
         ("count", "colour", "shape", "position"), min_length=1, description="Kinds of question, with equal chances."
     )
 
+    shuffled: bool = Field(
+        False, description="Each question comes with another picture of its kind: what a model reaches that does not look."
+    )
+
     @model_validator(mode="after")
     def _can_be_asked(self) -> ShapesConfig:
         fewest, most = self.things

@@ -79,7 +79,7 @@ class Measure(NamedTuple):
 
 def digest(task: Task) -> str:
     """Of what a task asks, and of the answer that it is judged by."""
-    said = [[message.role, message.text] for message in task.messages]
+    said = [[message.role, message.text, *message.media] for message in task.messages]
     text = json.dumps([said, task.answer], sort_keys=True, default=str)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

@@ -7,6 +7,8 @@ Two families of transformers, Qwen2.5-VL and Qwen3-VL, with their own image proc
 from __future__ import annotations
 
 import json
+import string
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -163,3 +165,9 @@ def _write_processor(directory: Path, sizes: TinyVLM) -> None:
         ("video_preprocessor_config.json", {"video_processor_type": video}),
     ):
         (directory / name).write_text(json.dumps({**common, **kind}, indent=2) + "\n", encoding="utf-8")
+
+
+SHAPES = TinyVLM(alphabet=string.ascii_letters + string.digits + " ?.,\n", vision_hidden=64, std=0.12)  # of recipes/shapes.yaml
+
+if __name__ == "__main__":  # python -m ratchet.testing.tiny_vlm DIRECTORY
+    write_tiny_vlm(Path(sys.argv[1]), SHAPES)

@@ -164,3 +164,13 @@ def test_a_board_has_a_ground_and_marks_for_each_cell():
     assert tuple(image[15, 15]) == (255, 255, 255)
     assert tuple(image[0, 16]) == (9, 9, 9)
     assert {tuple(map(int, c)) for c in image[:15, 16:31].reshape(-1, 3)} == {(9, 9, 9), (200, 0, 0)}
+
+
+def test_shuffled_pictures_come_with_questions_of_others():
+    own, other = tasks(made(), 40), tasks(made(shuffled=True), 40)
+    assert [(question(task), task.answer, task.id) for task in own] == [
+        (question(task), task.answer, task.id) for task in other
+    ]
+    same = sum(a.messages[0].content[0] == b.messages[0].content[0] for a, b in zip(own, other, strict=True))
+    assert same < 4
+    assert other == tasks(made(shuffled=True), 40)

@@ -12,7 +12,7 @@ from ratchet.errors import DataError
 from ratchet.evals.compare import better, compare
 from ratchet.evals.report import comparison, keep, report
 from ratchet.evals.results import Attempt, Prompt, Results, digest, ladder
-from ratchet.types import Message, Task
+from ratchet.types import Message, Part, Task
 
 
 def attempts(*rewards: float | None, answers: str = "") -> tuple[Attempt, ...]:
@@ -136,6 +136,8 @@ def test_a_digest_is_of_question_and_answer():
     one = Task("i", (Message("user", "q"),), answer="a")
     assert digest(one) == digest(Task("other", (Message("user", "q"),), answer="a"))
     assert digest(one) != digest(Task("i", (Message("user", "q"),), answer="b"))
+    shown = [Task("i", (Message("user", (Part("image", name), Part("text", "q"))),), answer="a") for name in ("x.png", "y.png")]
+    assert len({digest(one), *map(digest, shown)}) == 3
     assert digest(one) != digest(Task("i", (Message("user", "Q"),), answer="a"))
 
 

@@ -26,7 +26,8 @@ ELSEWHERE = {
     "sft_gsm8k",
     "dpo_hh",
     "reward_model_hh",
-}  # real data: test_gsm8k.py, test_real_data.py
+    "shapes",
+}  # real data: test_gsm8k.py, test_real_data.py; pictures: test_shapes.py
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ELSEWHERE)
 SMALL = ["hidden_size=32", "n_layers=1", "n_heads=2", "n_kv_heads=2", "intermediate_size=32"]
 

@@ -1,0 +1,31 @@
+"""What recipes/shapes.yaml states: pictures are learned from examples, better from reward alone, and none of it blindly."""
+
+import json
+
+import pytest
+
+from ratchet.evals.results import Results
+from ratchet.testing.tiny_vlm import SHAPES, write_tiny_vlm
+from ratchet.tools.evaluate import Evaluation, evaluate_target
+from ratchet.tools.train import start_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs("PIL")]
+KEYS = ("questions=[count,colour,shape]", "things=[1,3]")  # as in the recipe
+
+
+def accuracy(run, place, *words):
+    evaluate_target(str(run), Evaluation(on="shapes", words=(*KEYS, *words), tasks=512, samples=0), out=place)
+    greedy = [attempt.reward for attempt in Results.read(place).first]
+    return sum(reward == 1.0 for reward in greedy) / len(greedy)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pictures_are_looked_at_and_reward_teaches_more_than_examples_did(seed, repository, tmp_path):
+    model, run = write_tiny_vlm(tmp_path / "model", SHAPES), tmp_path / "run"
+    overrides = [f"seed={seed}", f"model.path={model}", "logging.progress=off"]
+    assert start_run(repository / "recipes/shapes.yaml", overrides, run, command="test") == 0
+    sft, grpo = json.loads((run / "summary.json").read_text())["stages"]
+    blind = accuracy(run, tmp_path / "blind", "shuffled=true")
+    assert accuracy(run, tmp_path / "seeing") == pytest.approx(grpo["accuracy_after"])
+    assert sft["accuracy_after"] > blind + 0.1
+    assert grpo["accuracy_after"] > sft["accuracy_after"] + 0.05
