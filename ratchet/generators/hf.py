@@ -161,8 +161,10 @@ class PaddedBatches:
                 row.request.marks.append((0, self.version))
         training = self.model.training
         self.model.eval()  # in training mode transformers drops out, and caches nothing when it checkpoints activations
-        logits_NV = self._forward()
-        self.model.train(training)
+        try:
+            logits_NV = self._forward()
+        finally:
+            self.model.train(training)
         device = logits_NV.device
         samplings = [row.request.sampling for row in self.rows]
         settings = Settings.from_samplings(samplings, self.vocab_size, device)
@@ -181,15 +183,15 @@ class PaddedBatches:
             row.deliver(reason)
 
     def _keep(self, kept: list[int]) -> None:
-        """Drops all other rows."""
+        """Drops all other rows; where that fails, `reset` still finds them."""
         if len(kept) == len(self.rows):
             return
-        self.rows = [self.rows[i] for i in kept]
         self._mask_NL, self._next_N = self._mask_NL[kept], self._next_N[kept]
         if not kept:
             self._cache = None
         elif self._cache is not None:
             self._cache.batch_select_indices(torch.tensor(kept, device=self._mask_NL.device))
+        self.rows = [self.rows[i] for i in kept]
 
     def _forward(self) -> Tensor:
         """Logits of each row's next token [N, V], float32 or better; feeds what the cache doesn't have yet."""

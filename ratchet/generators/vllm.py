@@ -250,7 +250,7 @@ class VLLMGeneration(Front):
         await self.core.sleep()
 
     async def close(self) -> None:
-        """Ends vLLM's processes, and takes its files away. Running requests end as aborted, or cancelled."""
+        """Ends vLLM's processes, and takes its files away. Running requests end as aborted."""
         self._paused = True
         self.core.close()
         rmtree(self._directory, ignore_errors=True)

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -197,10 +197,17 @@ class Stepped:
     def abort(self) -> None:
         for answer in self._drop(self._answers):
             answer.stop = StopReason.ABORTED
-            answer.request.deliver(answer.completion())
+            try:
+                answer.request.deliver(answer.completion())
+            except ModelError as error:
+                answer.request.fail(error)
 
     def reset(self) -> list[Request]:
-        return [answer.request for answer in self._drop(self._answers)]
+        left, names = [answer.request for answer in self._answers.values()], list(self._answers)
+        self._answers = {}
+        with suppress(Exception):  # an engine that is broken can't be told; its error is on its way to the callers
+            self.llm.abort_request(names)
+        return left
 
     def _drop(self, names: Iterable[str]) -> list[Answer]:
         dropped = list(names)
@@ -271,11 +278,14 @@ class Apart:
         name = next(self._ids)
         self._requests[name] = request
         self._running[name] = asyncio.get_running_loop().create_task(self._run(name, request))
-        self._running[name].add_done_callback(lambda _: self._forget(name))
+        self._running[name].add_done_callback(lambda task: self._forget(name, task))
 
-    def _forget(self, name: str) -> None:
-        self._running.pop(name, None)
-        self._requests.pop(name, None)
+    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+        """A caller whose request was cancelled by another, as by `close`, is told."""
+        del self._running[name]
+        request = self._requests.pop(name)
+        if task.cancelled():
+            request.deliver(request.without_tokens(StopReason.ABORTED))
 
     async def _run(self, name: str, request: Request) -> None:
         try:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from ratchet.errors import ModelError
 from ratchet.generators.config import EngineConfig, HFConfig
@@ -130,6 +131,37 @@ def test_logits_that_are_not_finite_reach_the_caller(twins):
     with pytest.raises(ModelError, match="aren't finite"):
         HFGenerator(HFConfig(), model).generate_all([[1, 2]], [Sampling(max_new_tokens=8)])
     weight.copy_(saved)
+
+
+@pytest.mark.parametrize("breaks", ["prefill", "rows that leave"])
+def test_an_error_anywhere_in_a_step_reaches_every_caller(twins, monkeypatch, breaks):
+    """When rows leave, one of those that run has just ended, and one waits."""
+    _, model = twins("llama")
+    generator = HFGenerator(HFConfig(max_running=2), model)
+    model.train()
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    if breaks == "prefill":
+        monkeypatch.setattr(generator.core, "_prefill", broken)
+    else:
+        monkeypatch.setattr(DynamicCache, "batch_select_indices", broken)
+
+    async def run():
+        samplings = [Sampling(max_new_tokens=tokens) for tokens in (3, 9, 9)]
+        tasks = [asyncio.create_task(generator.generate([1, 2], sampling)) for sampling in samplings]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert all(task.done() for task in tasks), [task.done() for task in tasks]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    try:
+        assert [type(result) for result in asyncio.run(run())] == [RuntimeError] * 3
+        assert not generator.core.busy
+        assert model.training
+    finally:
+        model.eval()
 
 
 def test_the_built_in_decoder_is_sent_to_the_engine(decoder):

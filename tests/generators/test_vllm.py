@@ -22,7 +22,7 @@ from ratchet.generators.engine.stopping import StopStrings
 from ratchet.generators.requests import Request
 from ratchet.generators.vllm import VLLMGeneration, dtype_of, engine_arguments, misfit
 from ratchet.generators.vllm_backend import VLLMBackend
-from ratchet.generators.vllm_engines import Answer, Apart, Loras
+from ratchet.generators.vllm_engines import Answer, Apart, Loras, Stepped
 from ratchet.generators.vllm_weights import Inbox, Outbox
 from ratchet.interfaces import Shard
 from ratchet.links.make import Between, make_link
@@ -412,6 +412,48 @@ def test_a_generator_with_weights_of_its_own_is_sent_them(generation):
     generators = {generation: SharedMemoryLink, FakeGenerator(lambda tokens, sampling: [1]): SharedMemoryLink}
     for generator, kind in [*generators.items(), (sharing, SharedLink)]:
         assert isinstance(make_link(resolve("link", {}), Between(learner, generator)), kind)
+
+
+def test_who_waits_for_an_engine_that_is_closed_is_told(generation):
+    core = generation.core
+    core.llm.shutdown, core._children = lambda: None, set()
+
+    async def run():
+        core.llm.paused.clear()
+        started = asyncio.create_task(generation.generate([1, 2], Sampling(max_new_tokens=4)))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        unstarted = asyncio.create_task(generation.generate([1, 3], Sampling(max_new_tokens=4)))
+        await asyncio.sleep(0)
+        assert len(core._running) == 2
+        Apart.close(core)
+        return await asyncio.wait_for(asyncio.gather(started, unstarted), timeout=30)
+
+    assert [completion.stop for completion in asyncio.run(run())] == [StopReason.ABORTED] * 2
+    assert core._running == core._requests == {}
+
+
+def test_requests_of_an_engine_that_broke_are_given_back_though_it_can_not_be_told():
+    def broken(names):
+        raise RuntimeError(f"the engine is dead, and {names} with it")
+
+    core, lost = object.__new__(Stepped), request()
+    core.llm, core._answers = SimpleNamespace(abort_request=broken), {"7": Answer(lost)}
+    assert core.reset() == [lost]
+    assert not core.busy
+    assert core.reset() == []
+
+
+def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_one_were_broken():
+    core, found = object.__new__(Stepped), []
+    broken, whole = (replace(request(), deliver=found.append, fail=found.append) for _ in range(2))
+    core.llm, core._answers = SimpleNamespace(abort_request=lambda names: None), {"1": Answer(broken), "2": Answer(whole)}
+    core._answers["1"].add(piece([8], None, logprob=float("nan")))
+    broken.marks.append((0, 0))
+    core.abort()
+    assert isinstance(found[0], ModelError)
+    assert found[1].stop is StopReason.ABORTED
+    assert not core.busy
 
 
 def test_it_starts_for_adapters_of_the_next_rank_that_vllm_knows():

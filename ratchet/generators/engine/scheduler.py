@@ -93,9 +93,9 @@ class Scheduler:
             self.waiting.remove(request)
 
     def abort(self) -> None:
-        waiting, self.waiting = list(self.waiting), deque()
         self._retire(dict.fromkeys(range(len(self.running)), StopReason.ABORTED))
-        for request in waiting:
+        while self.waiting:
+            request = self.waiting.popleft()
             request.deliver(request.without_tokens(StopReason.ABORTED))
 
     def reset(self) -> list[Request]:
@@ -125,7 +125,7 @@ class Scheduler:
             self._decode()
 
     def _admissible(self) -> list[Request]:
-        """Takes the waiting requests that may enter now, in order: as slots, memory and the size of a forward allow."""
+        """The waiting requests that may enter now, in order: as slots, memory and the size of a forward allow."""
         if self.waiting and not self.running and not self._fits(1, self.waiting[0].limit):
             self.cache.clear()  # it has the shape of earlier requests
             self.slots.clear()
@@ -141,7 +141,7 @@ class Scheduler:
         reaches = list(accumulate((request.limit for request in batch), max, initial=reach))
         counts = range(1, len(batch) + 1)
         count = bisect_left(counts, True, key=lambda n: not self._fits(len(self.running) + n, reaches[n]))
-        return [self.waiting.popleft() for _ in range(count)]
+        return batch[:count]
 
     def _fits(self, rows: int, length: int) -> bool:
         return self.cache.bytes_for(_ceil(rows, self.limits.row_multiple), length) <= self.limits.kv_bytes
@@ -154,7 +154,8 @@ class Scheduler:
         return before != (self.cache.rows, self.cache.capacity)
 
     def _enter(self, batch: list[Request]) -> None:
-        """Gives the requests the next free slots, computes each distinct prompt once, and draws their first tokens."""
+        """Gives these, the first that wait, the next free slots, computes each distinct prompt once, and draws their first
+        tokens. They wait until they run, so that after an error in between `reset` finds them."""
         first, count = len(self.running), len(batch)
         numbers: dict[tuple[str | None, PromptKey], int] = {}
         which_N = np.array([numbers.setdefault(request.key, len(numbers)) for request in batch])
@@ -179,6 +180,8 @@ class Scheduler:
             self.slots.routes_RCLK.index_put_(at, record.experts_TLK[self._upload(sources)])
 
         self.running += batch
+        for _ in batch:
+            self.waiting.popleft()
         self._active = None
         self._watching += sum(request.watch is not None for request in batch)
         for request in batch:

@@ -449,6 +449,44 @@ def test_an_error_in_a_step_reaches_every_caller_and_the_generator_recovers(deco
     assert_same(generator.generate_all([[1, 2]], [SAMPLED])[0], good)
 
 
+def test_an_error_in_an_admission_reaches_those_who_run_enter_and_wait(decoder, monkeypatch):
+    """The first runs, two enter when it happens, and the last waits for a slot."""
+    generator = engine(decoder, max_running=3)
+    prefill = generator.core._prefill
+
+    async def run():
+        tasks = [asyncio.create_task(generator.generate([1, 2], SAMPLED))]
+        await ticks(8)
+        assert len(generator.core.running) == 1
+        monkeypatch.setattr(generator.core, "_prefill", lambda *args: 1 / 0)
+        tasks += [asyncio.create_task(generator.generate(p, SAMPLED)) for p in prompts_of(3)]
+        await ticks(8)
+        assert all(task.done() for task in tasks), [task.done() for task in tasks]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(result) for result in asyncio.run(run())] == [ZeroDivisionError] * 4
+    assert not generator.core.busy
+    monkeypatch.setattr(generator.core, "_prefill", prefill)
+    assert_same(generator.generate_all([[1, 2]], [SAMPLED])[0], engine(decoder).generate_all([[1, 2]], [SAMPLED])[0])
+
+
+def test_an_abort_that_fails_loses_nobody(decoder):
+    generator = engine(decoder, max_running=1)
+
+    async def run():
+        tasks = [asyncio.create_task(generator.generate(p, SAMPLED)) for p in prompts_of(2)]
+        await ticks(8)
+        decoder.norm.weight.detach().fill_(float("nan"))
+        await ticks(2)
+        with pytest.raises(ModelError, match="aren't finite"):
+            generator.abort()
+        await ticks(60)
+        assert all(task.done() for task in tasks)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(result) for result in asyncio.run(run())] == [ModelError] * 2
+
+
 def test_it_serves_several_event_loops_one_after_the_other(decoder):
     generator = engine(decoder)
 
