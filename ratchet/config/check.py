@@ -6,8 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.model import context_of
 from ratchet.config.schema import RunConfig, StageConfig
-from ratchet.config.validate import context_of
 
 ROW = "{:<14}{}"
 SHARED_OUT = ("dp_replicate", "dp_shard", "data_parallel", "context_parallel", "tensor_parallel", "pipeline_parallel")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from ratchet.config.ahead import AHEAD_CHECKS
 from ratchet.config.base import Section
@@ -14,85 +11,19 @@ from ratchet.config.choice import CHOICE_CHECKS
 from ratchet.config.conflict import Conflict, clash
 from ratchet.config.kinds import section_class
 from ratchet.config.lora import LORA_CHECKS
+from ratchet.config.model import context_of, model_conflicts, presets
 from ratchet.config.places import PLACE_CHECKS
 from ratchet.config.precision import PRECISION_CHECKS
-from ratchet.config.problems import unlike
-from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
+from ratchet.config.schema import RunConfig, StageConfig, own_rewards
 
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
-    yield from _model(config)
+    yield from model_conflicts(config)
     yield from _one_generator(config)
     for index, stage in enumerate(config.stages):
         for check in STAGE_CHECKS:
             for found in check(stage, config):
                 yield Conflict(tuple(("stages", index, *key) for key in found.keys), found.message)
-
-
-# --- the model
-
-
-def _model(config: RunConfig) -> Iterator[Conflict]:
-    model = config.model
-    if model.preset is None and model.path is None:
-        yield clash("neither model.preset nor model.path is set: set model.preset (say tiny) or model.path", "model")
-    elif model.preset is not None and model.path is not None:
-        yield clash(f"model.preset={model.preset} and model.path={model.path} both say which model: remove one", "model.preset")
-    elif model.preset is not None:
-        yield from _preset(config, model, model.preset)
-    elif model.overrides:
-        yield clash("model.overrides changes a preset, and model.path brings its own shape: remove it", "model.overrides")
-    if model.towers != "frozen" and (model.preset is not None or model.backend == "ratchet"):
-        yield clash(
-            f"model.towers={model.towers} is of a model that reads media, which transformers runs from model.path: remove it",
-            "model.towers",
-        )
-    if model.trust_remote_code and model.backend == "ratchet":
-        yield clash(
-            "model.trust_remote_code is read by transformers alone: remove it, or set model.backend=auto",
-            "model.trust_remote_code",
-        )
-
-
-def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Conflict]:
-    known = presets()
-    if name not in known:
-        yield clash(f"there is no preset '{name}'{unlike(name, known)}", "model.preset")
-    shape = shape_fields()
-    for key in model.overrides:
-        if key not in shape:
-            yield clash(f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}")
-    if model.revision is not None:
-        yield clash("model.revision belongs to model.path, not to a preset: remove it", "model.revision")
-    if model.backend == "transformers":
-        yield clash("model.backend=transformers can't make a model.preset: set model.backend=auto", "model.backend")
-    tokenizer: Any = config.tokenizer
-    if tokenizer.kind == "auto" and tokenizer.path is None:
-        yield clash(
-            "tokenizer.kind=auto reads the model's tokenizer, and a model.preset has none: "
-            "set tokenizer.kind=characters, bytes or byte_bpe, or tokenizer.path",
-            "tokenizer.kind",
-            "tokenizer",
-        )
-
-
-def presets() -> Mapping[str, Mapping[str, Any]]:
-    # By name: models lie above configuration, and their shapes are free of torch.
-    return import_module("ratchet.models.presets").PRESETS
-
-
-def shape_fields() -> dict[str, Any]:
-    """Fields of a decoder's shape, with their defaults."""
-    return {field.name: field.default for field in fields(import_module("ratchet.models.config").DecoderConfig)}
-
-
-def context_of(model: ModelConfig) -> int | None:
-    """The model's context in tokens, where the recipe alone tells."""
-    shape = presets().get(model.preset or "")
-    if shape is None:
-        return None
-    context = {"max_positions": shape_fields()["max_positions"], **shape, **model.overrides}["max_positions"]
-    return context if isinstance(context, int) else None
 
 
 def _one_generator(config: RunConfig) -> Iterator[Conflict]:

@@ -19,7 +19,8 @@ from ratchet.learners.divisions import check_dtensor
 from ratchet.learners.forward import Forward
 from ratchet.models.load import load_policy
 from ratchet.models.lora import Adapter
-from ratchet.models.vision import VisionPolicy, probe_images
+from ratchet.models.media import joined, probe_images
+from ratchet.models.vision import VisionPolicy
 from ratchet.testing.builders import make_group
 from ratchet.types import Trajectory
 
@@ -241,8 +242,6 @@ def test_what_can_t_be_done_with_such_a_model_is_refused(tmp_path):
 
 def test_media_of_one_kind_must_fit_together():
     from dataclasses import replace
-
-    from ratchet.models.vision import joined
 
     tokens = renderer().prompt([asked(picture(1))])
     medium = renderer().media(tokens, [asked(picture(1))])[0].medium
