@@ -31,7 +31,7 @@ from ratchet.models.origin import Origin
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.presets import preset
 from ratchet.rewards.compose import composed
-from ratchet.roles import check_roles, check_routers
+from ratchet.roles import check_readers, check_roles, check_routers
 from ratchet.run import Run
 from ratchet.stage import Arena, Plan, Policy
 from ratchet.types import Sampling
@@ -128,6 +128,8 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
         longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0  # behind a prompt, however short
         algorithm = construct(stage.algorithm)
         check_roles(policy.model, policy.tokenizer, algorithm, longest=longest)
+        shown = bool(getattr(stage.environment, "needs_media", False))
+        check_readers(policy.renderer.processor, algorithm, shown=shown)
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
         if stage.lora is not None:
             require_peft()

@@ -10,6 +10,7 @@ from ratchet.algorithms.base import Algorithm, Role
 from ratchet.config.base import Section
 from ratchet.config.kinds import construct, with_kind
 from ratchet.config.schema import OptimizerConfig
+from ratchet.data.processor import Processor, load_processor
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, ModelError
 from ratchet.interfaces import Generator, Learner, Workers
@@ -22,7 +23,7 @@ from ratchet.learners.specs import RoleSpec
 from ratchet.learners.teacher import Teacher
 from ratchet.models.heads import ScalarHead
 from ratchet.models.hf import read_json
-from ratchet.models.load import find_model, load_policy
+from ratchet.models.load import find_model, load_policy, reads_media
 from ratchet.models.lora import Adapter, of_adapter
 from ratchet.models.origin import Origin
 from ratchet.models.policy import UNLIMITED, DecoderPolicy, PolicyModel
@@ -250,6 +251,29 @@ def check_roles(model: PolicyModel, tokenizer: Tokenizer, algorithm: Algorithm, 
         )
 
 
+def check_readers(processor: Processor | None, algorithm: Algorithm, *, shown: bool) -> None:
+    """What models from elsewhere must make of media, from their files alone: they are given what the policy's processor
+    prepares. shown: whether every task has some. Raises ConfigError."""
+    for name, role in algorithm.roles.items():
+        if processor is None or role.path is None:
+            continue
+        directory = find_model(role.path)
+        if role.aligned or not reads_media(directory):
+            if shown:
+                reads = "is asked about the text" if role.aligned else f"the model in {role.path} reads text"
+                raise ConfigError(
+                    f"{name}: {reads} alone, and the tasks have images, audio or videos: use a teacher of the policy's family "
+                    f"that reads them{', with teacher_tokens=same' if role.aligned else ''}"
+                )
+            continue
+        theirs = load_processor(directory)
+        if theirs is None or theirs.settings != processor.settings:
+            raise ConfigError(
+                f"{name}: the model in {role.path} has another processor than the policy, whose inputs it can't read: use a "
+                "teacher of the policy's family, or copy the policy's processor files there where they are right for it"
+            )
+
+
 def check_routers(model: PolicyModel, generator: Generator, algorithm: Algorithm, section: Section) -> None:
     """What an algorithm wants of routers: that there are some, a sampler that records them, and learners (`section` is theirs)
     that see each whole. Raises ConfigError."""
@@ -300,7 +324,8 @@ def longest_row(model: PolicyModel, roles: Mapping[str, Learner]) -> int:
 def _teacher(made: Learner, name: str, path: str, role: Role, vocab: int, positions: int, tokenizer: Tokenizer) -> Teacher:
     if role.aligned:
         return AlignedTeacher(made, tokenizer, load_tokenizer(path), max_positions=positions)
-    return Teacher(made, name=name, max_positions=positions, vocab_size=vocab)
+    reads = reads_media(find_model(path))
+    return Teacher(made, name=name, max_positions=positions, vocab_size=vocab, reads_media=reads)
 
 
 def _kind(section: Section) -> str:

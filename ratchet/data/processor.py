@@ -23,6 +23,11 @@ from ratchet.errors import DataError, ModelError
 from ratchet.types import MediaKind, Medium, Part
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+PARTS: Mapping[MediaKind, Sequence[str]] = {  # of a processor of transformers
+    "image": ("image_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+    "video": ("video_processor",),
+}
 # What a processor says of tokens, and not of media.
 OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
@@ -113,12 +118,13 @@ class Processor:
         return {"videos": [video_of(source, where=where, limits=self.limits)]}
 
     def _reads(self, kind: MediaKind) -> bool:
-        parts = {
-            "image": ("image_processor",),
-            "audio": ("feature_extractor", "audio_processor"),
-            "video": ("video_processor",),
-        }
-        return any(getattr(self.inner, name, None) is not None for name in parts[kind])
+        return any(getattr(self.inner, name, None) is not None for name in PARTS[kind])
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides which inputs it makes of media: equal where a model can take what another's processor prepared."""
+        parts = {name: getattr(self.inner, name, None) for names in PARTS.values() for name in names}
+        return {name: part.to_dict() for name, part in parts.items() if part is not None}
 
 
 def _bytes(one: Expanded) -> int:

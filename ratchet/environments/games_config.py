@@ -27,6 +27,10 @@ class BoardConfig(GameConfig):
     )
     cell_px: int = Field(16, ge=6, le=256, description="Pixels a side of a cell in the picture.")
 
+    @property
+    def needs_media(self) -> bool:
+        return self.observation != "text"
+
 
 class SlidingPuzzleConfig(BoardConfig):
     """Slide numbered tiles into order."""

@@ -29,6 +29,7 @@ class ShapesConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.shapes:Shapes"
     default_reward: ClassVar[str] = "exact_match"
     gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    needs_media: ClassVar[bool] = True
 
     size: int = Field(48, ge=16, le=1024, description="Pixels a side of the picture.")
     grid: int = Field(3, ge=2, le=8, description="Cells a side that it is divided into; each holds one thing at most.")

@@ -51,6 +51,7 @@ class AlignedTeacher(Teacher):
         self.student, self.teacher = student, teacher
 
     async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+        self.check_media(batch)
         translations = [self.translate(tokens, asked) for tokens, asked in _rows(batch)]
         theirs = await self._ask(batch, translations)
         logprobs_T = torch.zeros(batch.n_tokens, dtype=theirs.dtype)

@@ -60,9 +60,8 @@ def of_transformers(
     towers: Towers = "frozen",
 ) -> TransformersPolicy:
     """What transformers runs of a Hugging Face directory. Raises ModelError."""
-    config = read_json(directory / "config.json")
     options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    if any(key in config for key in OF_MEDIA):
+    if reads_media(directory):
         from ratchet.models.vision import VisionPolicy
 
         return VisionPolicy.load(directory, **options, towers=towers)
@@ -71,6 +70,12 @@ def of_transformers(
     from ratchet.models.auto import TransformersPolicy
 
     return TransformersPolicy.load(directory, **options)
+
+
+def reads_media(directory: Path) -> bool:
+    """Whether the model there has encoders of images, audio or videos."""
+    config = read_json(directory / "config.json")
+    return any(key in config for key in OF_MEDIA)
 
 
 def init_policy(
