@@ -1,0 +1,164 @@
+"""A model that reads audio clips beside text goes through the interface of those that read images: a tiny Qwen2-Audio."""
+
+import asyncio
+import base64
+import io
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learners.picture_cases import local
+
+from ratchet.batch import Batch
+from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.packing import pack
+from ratchet.data.processor import load_processor
+from ratchet.data.renderer import Renderer
+from ratchet.data.tokenizer import load_tokenizer
+from ratchet.generators.config import HFConfig
+from ratchet.generators.hf import HFGenerator
+from ratchet.models.load import load_policy
+from ratchet.models.vision import VisionPolicy
+from ratchet.testing.builders import make_group
+from ratchet.types import Message, Part, Sampling, Trajectory
+
+RATE_HZ = 16_000
+CONTROLS = ("<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+TEMPLATE = """\
+{%- for message in messages -%}
+    {{- "<|im_start|>" + message.role + "\\n" -}}
+    {%- if message.content is string -%}{{- message.content -}}
+    {%- else -%}
+        {%- for part in message.content -%}
+            {%- if part.type == "audio" -%}{{- "<|audio_bos|><|AUDIO|><|audio_eos|>" -}}
+            {%- else -%}{{- part.text -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- "<|im_end|>\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """It reads a second of sound at 8 frequencies, as at most 25 tokens."""
+    from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer, Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    path = tmp_path_factory.mktemp("audio")
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz?: \n", controls=CONTROLS, eos="<|im_end|>", template=TEMPLATE)
+    text = {
+        "model_type": "qwen2",
+        "vocab_size": tokenizer.vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_ids[0],
+        "pad_token_id": tokenizer.pad_id,
+    }
+    audio = {
+        "num_mel_bins": 8,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "max_source_positions": 50,
+    }
+    token = tokenizer.special_ids["<|AUDIO|>"]
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("qwen2_audio", text_config=text, audio_config=audio, audio_token_index=token)
+        model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    tokenizer.save(path)
+    extractor = WhisperFeatureExtractor(feature_size=8, sampling_rate=RATE_HZ, chunk_length=1, return_attention_mask=True)
+    Qwen2AudioProcessor(extractor, AutoTokenizer.from_pretrained(path), chat_template=TEMPLATE).save_pretrained(path)
+    tokenizer.save(path)
+    return path
+
+
+def clip(seed: int, seconds: float) -> Part:
+    noise = np.random.default_rng(seed).integers(-8000, 8000, int(seconds * RATE_HZ), dtype=np.int16)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writing:
+        writing.setnchannels(1)
+        writing.setsampwidth(2)
+        writing.setframerate(RATE_HZ)
+        writing.writeframes(noise.tobytes())
+    return Part("audio", "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode())
+
+
+def batch_of(directory: Path) -> Batch:
+    """Two clips, one of them twice; none; one again."""
+    first, second = clip(1, 0.5), clip(2, 0.8)
+    text = lambda words: Part("text", words)  # noqa: E731
+    dialogues = [
+        [Message("user", (first, text("and "), second, first, text("?"))), Message("assistant", "one")],
+        [Message("user", "nothing"), Message("assistant", "none")],
+        [Message("user", (text("hear: "), second)), Message("assistant", "two")],
+    ]
+    made = Renderer(load_tokenizer(directory), processor=load_processor(directory))
+    rows = []
+    for messages in dialogues:
+        tokens, trainable = made.supervised(messages, train="all")
+        rows.append(Trajectory.supervised(tokens, trainable, media=made.media(tokens, messages)))
+    return pack([make_group(str(i), [row]) for i, row in enumerate(rows)])
+
+
+def test_packed_sequences_with_clips_are_what_transformers_makes_of_each(directory):
+    policy, batch = load_policy(directory), batch_of(directory)
+    assert isinstance(policy, VisionPolicy)
+    assert [[one.medium.kind for one in row] for row in batch.media_S] == [["audio"] * 3, [], ["audio"]]
+    assert [one.medium.span for one in batch.media_S[0]] == [12, 20, 12]
+    lengths = batch.lengths_S.tolist()
+    with torch.no_grad():
+        packed = policy.logits(policy(batch.tokens_T, batch.positions_T, lengths, None, batch.media_S)).split(lengths)
+        for tokens, media, found in zip(batch.tokens_T.split(lengths), batch.media_S, packed, strict=True):
+            names = ("input_features", "feature_attention_mask") if media else ()
+            given = {name: torch.from_numpy(np.concatenate([one.medium.inputs[name] for one in media])) for name in names}
+            theirs = policy.model(input_ids=tokens[None], use_cache=False, **given).logits[0]
+            assert torch.allclose(found, theirs, rtol=0, atol=1e-4)
+    assert float(packed[0].std()) > 0.1
+
+
+@pytest.mark.parametrize("towers", ["frozen", "trained"])
+def test_supervised_steps_move_what_trains_however_the_batch_is_divided(directory, towers):
+    batch, before = batch_of(directory), dict(load_policy(directory).canonical_weights())
+    steps, after, together, _ = local(directory, towers, [batch] * 3, tokens=4096, dtype=torch.float32)
+    assert steps[2]["loss"] < steps[0]["loss"]
+    still = {name for name, weight in before.items() if torch.equal(weight, after[name])}
+    heard = {name for name in before if "audio_tower" in name or "multi_modal_projector" in name}
+    assert heard
+    assert still == (heard if towers == "frozen" else set())
+    *_, alone, _ = local(directory, towers, [batch] * 3, tokens=1, dtype=torch.float32)
+    torch.testing.assert_close(alone, together, rtol=0, atol=1e-4)
+
+
+def test_logprobs_of_what_is_sampled_are_the_learner_s(directory):
+    """Prompts of one padded batch, with two clips, one and none."""
+    policy = load_policy(directory)
+    made = Renderer(load_tokenizer(directory), processor=load_processor(directory))
+    asked = [[Message("user", (clip(1, 0.5), clip(2, 0.8)))], [Message("user", (clip(2, 0.8),))], [Message("user", "a")]]
+    prompts = [made.prompt(messages) for messages in asked]
+    media = [made.media(tokens, messages) for tokens, messages in zip(prompts, asked, strict=True)]
+    generator = HFGenerator(HFConfig(), policy)
+
+    async def sample():
+        samplings = [Sampling(max_new_tokens=6, seed=i) for i in range(3)]
+        return await asyncio.gather(*map(generator.generate, prompts, samplings, media))
+
+    for prompt, placed, completion in zip(prompts, media, asyncio.run(sample()), strict=True):
+        tokens = torch.tensor([*prompt, *completion.tokens.tolist()])
+        with torch.no_grad():
+            hidden = policy(tokens, torch.arange(len(tokens)), [len(tokens)], None, [placed])
+            logprobs = policy.logits(hidden).log_softmax(-1)[len(prompt) - 1 : -1]
+        expected = logprobs.gather(-1, tokens[len(prompt) :, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), rtol=0, atol=1e-4)
