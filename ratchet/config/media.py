@@ -11,19 +11,24 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 PILLOW_PIXELS = 178_956_970  # of an image that Pillow refuses to open, whatever is asked of it
 
 
-class MediaLimits(Section):
-    """What an image, an audio clip or a video may be. Beyond it, a row or an attempt fails with an error that says so."""
+class FileLimits(Section):
+    """What can be told of a medium before it is decoded, and may be."""
 
     max_side: int = Field(default=8192, ge=1, description="Pixels of an image's longer side.")
     max_pixels: int = Field(
         default=64_000_000, ge=1, le=PILLOW_PIXELS, description="Of one image, or frame, as its header declares."
     )
     max_mib: float = Field(default=64.0, gt=0, description="Of one encoded file.")
-    max_frames: int = Field(default=64, ge=1, description="Of a video; from a longer one so many are taken, evenly spaced.")
-    max_audio_s: float = Field(default=600.0, gt=0, description="Length of an audio clip.")
     urls: bool = Field(
         default=False, description="Fetch http:// and https:// addresses that data name; it lets data choose them."
     )
+
+
+class MediaLimits(FileLimits):
+    """What an image, an audio clip or a video may be. Beyond it, a row or an attempt fails with an error that says so."""
+
+    max_frames: int = Field(default=64, ge=1, description="Of a video; from a longer one so many are taken, evenly spaced.")
+    max_audio_s: float = Field(default=600.0, gt=0, description="Length of an audio clip.")
     timeout_s: float = Field(default=20.0, gt=0, description="Of fetching one address.")
 
 

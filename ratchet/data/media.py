@@ -60,10 +60,10 @@ class Audio(NamedTuple):
 
 
 def shown(reference: str) -> str:
-    """A path or an address as errors name it: of a `data:` URL only what it claims to be."""
+    """A path or an address as errors name it, a long one by its end: of a `data:` URL only what it claims to be."""
     if reference.startswith("data:"):
         return f"{reference.partition(',')[0][:SHOWN_CHARS]},..."
-    return reference if len(reference) <= SHOWN_CHARS else f"{reference[:SHOWN_CHARS]}..."
+    return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
 
 
 # --- from a reference to bytes

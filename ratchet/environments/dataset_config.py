@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ratchet.config.media import MediaLimits
+from ratchet.config.media import FileLimits
 from ratchet.data.files import DataFile, expand, is_remote
 from ratchet.data.parts import COLUMNS as OF_MEDIA
 from ratchet.data.presets import Preset
@@ -54,7 +54,7 @@ class DatasetConfig(EnvironmentConfig):
     media_root: DataFile | None = Field(
         None, description="Directory, or store, of images and clips that rows name; null: where the first file lies."
     )
-    media: MediaLimits = Field(MediaLimits(), description="What images, clips and videos may be.")
+    media: FileLimits = Field(FileLimits(), description="What images, clips and videos of rows may be.")
     keep: tuple[KeepConfig, ...] = Field((), description="Which rows: those for which all of these hold, and the preset's.")
     distinct: bool | None = Field(None, description="Keep the first of rows with equal prompts; null: the preset's, or false.")
     test_share: float = Field(0.1, ge=0, lt=1, description="Of the rows, where no test split is named; 0: none.")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ratchet.config.media import MediaLimits
 from ratchet.data.jsonl import Row, kind_of
 from ratchet.data.messages import read_messages, read_tools
 from ratchet.data.parts import COLUMNS, Placing, media_of, read_column
@@ -49,7 +50,9 @@ class Reader:
         self.declared = frozenset(config.columns) | (frozenset(known.columns) if known else frozenset())
         self.template = config.prompt if config.prompt is not None else known.prompt if known else ""
         self.mark = config.answer_after if config.answer_after is not None else known.answer_after if known else ""
-        self.placing = Placing(config.root, config.media)
+        held = config.media
+        limits = MediaLimits(max_side=held.max_side, max_pixels=held.max_pixels, max_mib=held.max_mib, urls=held.urls)
+        self.placing = Placing(config.root, limits)
         self.keep = (*(KeepConfig.model_validate(dict(one)) for one in (known.keep if known else ())), *config.keep)
 
     def keeps(self, row: Row, where: str) -> bool:

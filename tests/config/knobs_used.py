@@ -61,6 +61,7 @@ REWARDS = {
     "similarity": ("A", {}),
     "length": ("too long", {"unit": "characters", "at_most": 1}),
     "malformed_tool_calls": ("A", {}),
+    "bounding_box": ("[0, 0, 1, 1]", {"given": "unit"}),
     "ifeval": ("A", {}),
     "code": ("print(1)", {"sandbox": {"kind": "local"}}),
     "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
@@ -79,6 +80,7 @@ def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
     judged_in_other_sandboxes()
     environments_of_rows()
     games()
+    pictures()
     with_tools(questions)
     environments_of_others(patch)
     in_terminals()
@@ -187,7 +189,7 @@ def judged_here() -> None:
     for kind in ("numeric_answer", "countdown"):  # random weights give no answer that ends
         graded(kind)
     for kind, (text, keys) in REWARDS.items():
-        judged(kind, text, "B", **keys)
+        judged(kind, text, "[0, 0, 1, 1]" if kind == "bounding_box" else "B", **keys)
 
 
 def judged_elsewhere(model: Path) -> None:
@@ -240,6 +242,22 @@ def games() -> None:
         if issubclass(section_class("environment", kind), GameConfig):
             environment = played("up", kind=kind)
             environment.demonstration(next(environment.tasks("train", seed=0)))
+
+
+def pictures() -> None:
+    """Drawn, and of rows: within the directory of the file or another, and one that nothing fetches."""
+    for question in ("count", "colour", "shape", "position"):
+        played("1", kind="shapes", questions=[question])
+    shown = lines("shown.jsonl", {"images": [picture(1).value], "prompt": "What?", "answer": "1"})
+    given = {"kind": "vlm", "train": shown, "test_share": 0.0}
+    next(construct(resolve("environment", given)).tasks("train", seed=0))
+    assert resolve("environment", {**given, "answers": "choice"}).default_reward == {"kind": "multiple_choice"}
+    far = lines("far.jsonl", {"images": ["http://127.0.0.1/a"], "prompt": "?", "answer": "1"})
+    for keys in ({"test": shown}, {"train": far}):
+        with pytest.raises(DataError):
+            construct(resolve("environment", {**given, **keys})).rows("train")
+    with pytest.raises(DataError, match="can't be had"):
+        construct(resolve("environment", {"kind": "vlm", "hub": "absent/absent"})).rows("train")
 
 
 def environments_of_rows() -> None:

@@ -148,13 +148,13 @@ def test_each_built_in_kind_is_there_and_knows_its_name(slot, kind):
 
 
 ALGORITHMS = ("policy_gradient", "preference", "distillation", "reward_model", "supervised")
-ENVIRONMENTS = ("", "adapters_", "code_", "dataset_", "games_", "mixture_", "terminal_", "tool_", "workers_")
+ENVIRONMENTS = ("", "adapters_", "code_", "dataset_", "games_", "mixture_", "terminal_", "tool_", "vision_", "workers_")
 MODULES = {
     "algorithm": [f"algorithms.config.{name}" for name in ALGORITHMS],
     "advantage": ["algorithms.config.advantages"],
     "policy_loss": ["algorithms.config.policy_losses"],
     "shaping": ["algorithms.config.shaping"],
-    "environment": [*(f"environments.{name}config" for name in ENVIRONMENTS), "experience.config"],
+    "environment": [*(f"environments.{name}config" for name in ENVIRONMENTS), "environments.vlm", "experience.config"],
     "tool": ["environments.tools.config"],
     "rewards": ["rewards.config"],
     "optimizer": ["config.schema", "learners.optimizer_config"],
