@@ -168,6 +168,7 @@ DATED = {
     "data/renderer.py",
     "experience/proxy/wire.py",
     "observe/sinks.py",
+    "observe/trace.py",
     "observe/trackers.py",
     "sandbox/engine.py",
 }

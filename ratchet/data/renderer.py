@@ -40,6 +40,8 @@ class Renderer:
     Raises DataError when there is no template, or when it has a syntax error.
     """
 
+    processor: Processor | None = None  # of a renderer that a subclass makes in its own way, too
+
     def __init__(
         self,
         tokenizer: Tokenizer,

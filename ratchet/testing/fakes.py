@@ -17,6 +17,16 @@ from ratchet.interfaces import Exported, LossTerm, Outputs, Shard, Step
 from ratchet.types import Completion, Group, Message, Outcome, Placed, Sampling, Scored, Split, StopReason, Task, Trajectory
 
 
+class TextAlone:
+    """What a renderer made for a test says of media, where it knows none."""
+
+    def media(self, tokens: Sequence[int], messages: Sequence[Message]) -> tuple[Placed, ...]:
+        return ()
+
+    def stray(self, sampled: Sequence[int]) -> str | None:
+        return None
+
+
 class FakeGenerator:
     """`script(prompt tokens, sampling) -> completion tokens`; they stop by the last one being in `stop_ids`, or by length."""
 

@@ -26,7 +26,7 @@ from ratchet.experience.episode import Player
 from ratchet.experience.manager import RolloutManager
 from ratchet.interfaces import Compares, Judges, Measures, OffersStops, OffersTools, Step, Steps
 from ratchet.testing import check_environment
-from ratchet.testing.fakes import FakeGenerator
+from ratchet.testing.fakes import FakeGenerator, TextAlone
 from ratchet.types import Failed, Message, Part, Sampling, Scored, Task, ToolCall
 
 TROUBLE = "environments.troublesome:Troublesome"
@@ -431,7 +431,7 @@ def test_a_new_attempt_waits_for_a_hanging_thread_only_until_it_is_given_up():
 # --- in a rollout
 
 
-class Codes:
+class Codes(TextAlone):
     """Renders a text as the codes of its characters; 0 ends a turn."""
 
     def prompt(self, messages, tools=None):

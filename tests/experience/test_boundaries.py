@@ -18,14 +18,14 @@ from ratchet.experience.sources import Rollouts
 from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Outputs, Step
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
 from ratchet.types import Failed, Message, Sampling, Scored, Task, Truncated
 
 EOS = 99
 SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=5)
 
 
-class Digits:
+class Digits(TextAlone):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 

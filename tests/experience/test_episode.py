@@ -6,13 +6,13 @@ import pytest
 
 from ratchet.experience.episode import Player
 from ratchet.interfaces import Step
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextAlone
 from ratchet.types import Cancelled, Completion, Failed, Message, Owner, Sampling, StopReason, Task, Truncated
 
 EOS = 99
 
 
-class Digits:
+class Digits(TextAlone):
     """A renderer over single digits: a message is its digits; an observation is its digits between two 50s."""
 
     def prompt(self, messages, tools=None):
@@ -23,12 +23,6 @@ class Digits:
 
     def extend(self, sampled, messages, *, history, tools=None):
         return [50, *(int(c) for m in messages for c in m.text), 50]
-
-    def media(self, tokens, messages):
-        return ()
-
-    def stray(self, sampled):
-        return None
 
     def parse(self, tokens, stop):
         return Message("assistant", "".join(str(t) for t in tokens if t != EOS))

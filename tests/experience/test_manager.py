@@ -15,13 +15,13 @@ from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Step
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_source
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, FakeSource
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, FakeSource, TextAlone
 from ratchet.types import Failed, Message, Sampling, Scored, Trajectory, Truncated, Unjudged
 
 EOS = 99
 
 
-class Digits:
+class Digits(TextAlone):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 

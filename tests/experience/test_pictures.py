@@ -20,18 +20,6 @@ BAD = Part("image", "data:image/png;base64,AAAA")
 PAD = "<|image_pad|>"
 
 
-class Seeing(FakeGenerator):
-    """Keeps what media it was given with each prompt; None where it was given none."""
-
-    def __init__(self, script):
-        super().__init__(script)
-        self.media = []
-
-    async def generate(self, tokens, sampling, media=None):
-        self.media.append(media)
-        return await super().generate(tokens, sampling)
-
-
 def ends(text):
     made = renderer().tokenizer
     return [*made.encode(text), made.token_id("<|im_end|>")]
@@ -49,7 +37,7 @@ def at(trajectory):
 
 def test_each_turn_s_pictures_lie_where_their_tokens_are():
     first, second = [asked(picture(1), "?")], [asked("now", picture(2, 48), picture(1))]
-    generator = Seeing(lambda tokens, sampling: ends("up"))
+    generator = FakeGenerator(lambda tokens, sampling: ends("up"))
     environment = FakeEnvironment(lambda task, message: Step(tuple(second), done=len(generator.requests) == 3))
     (trajectory,) = play(generator, environment, first)
     assert trajectory.outcome is None
@@ -73,12 +61,12 @@ def test_a_group_renders_its_pictures_once_and_text_alone_asks_as_ever(monkeypat
     made, count = renderer(), []
     media = type(made).media
     monkeypatch.setattr(type(made), "media", lambda self, *given: count.append(1) or media(self, *given))
-    generator, memo = Seeing(lambda tokens, sampling: ends("a")), PromptMemo()
+    generator, memo = FakeGenerator(lambda tokens, sampling: ends("a")), PromptMemo()
     rows = [play(generator, FakeEnvironment(), [asked(picture(1))], memo)[0] for _ in range(3)]
     assert len(count) == 1
     assert len({id(row.media[0].medium) for row in rows}) == 1
     play(generator, FakeEnvironment(), [Message("user", "text")])
-    assert generator.media[-1] is None
+    assert generator.media[-1] == ()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +79,7 @@ def test_a_group_renders_its_pictures_once_and_text_alone_asks_as_ever(monkeypat
 def test_what_is_wrong_with_media_fails_the_attempt(messages, said, words):
     ids = renderer().tokenizer
     script = [*ids.encode("x"), ids.token_id(PAD), ids.token_id("<|im_end|>")] if said == PAD else ends(said)
-    (trajectory,) = play(Seeing(lambda tokens, sampling: script), FakeEnvironment(), messages)
+    (trajectory,) = play(FakeGenerator(lambda tokens, sampling: script), FakeEnvironment(), messages)
     assert isinstance(trajectory.outcome, Failed)
     assert trajectory.outcome.kind == "data"
     assert words in trajectory.outcome.detail
@@ -99,7 +87,7 @@ def test_what_is_wrong_with_media_fails_the_attempt(messages, said, words):
 
 def test_an_observation_that_can_t_be_read_fails_the_attempt():
     environment = FakeEnvironment(lambda task, message: Step((asked(BAD),)))
-    (trajectory,) = play(Seeing(lambda tokens, sampling: ends("a")), environment, [asked(picture(1))])
+    (trajectory,) = play(FakeGenerator(lambda tokens, sampling: ends("a")), environment, [asked(picture(1))])
     assert trajectory.outcome == Failed("data", trajectory.outcome.detail)
     assert len(trajectory.media) == 1
 

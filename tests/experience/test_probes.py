@@ -12,13 +12,13 @@ from ratchet.experience.manager import RolloutManager
 from ratchet.experience.probes import Probes
 from ratchet.loop import train
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
 from ratchet.types import Failed, Message, Sampling, Truncated
 
 EOS = 99
 
 
-class Digits:
+class Digits(TextAlone):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 

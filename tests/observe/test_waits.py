@@ -11,7 +11,7 @@ from ratchet.experience.episode import Player
 from ratchet.experience.manager import RolloutManager
 from ratchet.observe import waits
 from ratchet.observe.waits import RUN, Stalls, note, report, stalls_told, waiting
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
 from ratchet.types import Message, Sampling
 
 
@@ -93,7 +93,7 @@ def test_it_is_logged_while_the_main_thread_waits():
     assert RUN not in waits._events
 
 
-class Words:
+class Words(TextAlone):
     def prompt(self, messages, tools=None):
         return [1]
 
