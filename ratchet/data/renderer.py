@@ -159,10 +159,11 @@ class Renderer:
             placed.append(Placed(start, one.medium))
         return tuple(placed)
 
-    def stray(self, sampled: Sequence[int]) -> str | None:
+    def stray(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:
         """The first of the sampled tokens that stands for a medium, which a policy can't write; None: there is none."""
-        reserved = frozenset[int]() if self.processor is None else self.processor.reserved
-        found = next((token for token in sampled if token in reserved), None)
+        if self.processor is None:
+            return None
+        found = next((int(token) for token in sampled if token in self.processor.reserved), None)
         return None if found is None else self.tokenizer.decode([found], skip_special=False)
 
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:

@@ -286,7 +286,7 @@ class Player:
         play.metrics["turns"] += 1
         if completion.stop is StopReason.ABORTED:
             return True, Cancelled("aborted")
-        if stray := self.renderer.stray(completion.tokens.tolist()):
+        if stray := self.renderer.stray(completion.tokens):
             return True, Failed("data", f"the policy wrote {stray}, which stands for a medium, and there is none")
         if not completion.stop.finished:
             strand.turns.append(Turn(start, strand.record.length))

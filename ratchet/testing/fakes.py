@@ -23,7 +23,7 @@ class TextAlone:
     def media(self, tokens: Sequence[int], messages: Sequence[Message]) -> tuple[Placed, ...]:
         return ()
 
-    def stray(self, sampled: Sequence[int]) -> str | None:
+    def stray(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:
         return None
 
 
