@@ -6,8 +6,8 @@ BIN := .venv/bin
 WORKERS ?= 2
 
 # Wall budgets in minutes, all of them here; together at most 70. What overruns is killed with all it started, and fails.
-TEST_MINUTES := 20
-SLOW_MINUTES := 50
+TEST_MINUTES := 15
+SLOW_MINUTES := 55
 
 BUDGET := $(BIN)/python .ci/budget.py
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=5

@@ -111,14 +111,19 @@ def test_accelerators_and_roles_beside_each_other(executor):
         group.close()
 
 
-def test_the_quick_starts_steps_on_ray(executor, tmp_path):
+DIVISIONS = {"one worker": ("dense", {}), **TOPOLOGIES}
+
+
+@pytest.mark.parametrize(
+    "cases", [["one worker", "fsdp2"], pytest.param([*DIVISIONS][2:], marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_the_quick_starts_steps_on_ray(executor, tmp_path, cases):
     """As tests/recipes/test_ranks.py has them, where one process is meant too."""
-    cases = {"one worker": ("dense", {}), **TOPOLOGIES}
     embedded = {}
-    for kind in dict.fromkeys(kind for kind, _ in cases.values()):
-        config = after_sft(kind, tmp_path / kind)
-        embedded[kind] = config, made(config)
-    for kind, learner in cases.values():
+    for kind, learner in (DIVISIONS[case] for case in cases):
+        if kind not in embedded:
+            config = after_sft(kind, tmp_path / kind)
+            embedded[kind] = config, made(config)
         config, wanted = embedded[kind]
         assert_alike(made(config, executor, wanted.groups, **learner), wanted)
 

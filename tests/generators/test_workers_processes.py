@@ -93,7 +93,10 @@ def test_a_death_ends_it_with_its_name(start, how):
         drawn(router, requests(1))
 
 
-@pytest.mark.parametrize(("how", "workers", "seed"), [(9, 2, 0), (9, 1, 1), (9, 2, 2), (signal.SIGSTOP, 2, 3)])
+@pytest.mark.parametrize(
+    ("how", "workers", "seed"),
+    [(9, 2, 0), pytest.param(9, 1, 1, marks=pytest.mark.slow), (9, 2, 2), (signal.SIGSTOP, 2, 3)],
+)
 @pytest.mark.fault("P5", "M8")
 def test_a_replacement_goes_on_where_the_dead_one_was(start, tmp_path, how, workers, seed):
     """With the weights of the last push, and nothing answered twice or not at all."""

@@ -137,7 +137,15 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "critic, adaptive KL",
+        pytest.param("greedy baseline", marks=pytest.mark.slow),
+        pytest.param("reference rows", marks=pytest.mark.slow),
+        "scalar head",
+    ],
+)
 def test_whatever_an_algorithm_remembers_survives_a_kill(name, tmp_path):
     recipe = tmp_path / "probe.yaml"
     stage = {"name": "one", "algorithm": MEMORY[name], "steps": 4, "batch_size": 8}
