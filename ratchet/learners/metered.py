@@ -12,25 +12,25 @@ from ratchet.batch import Batch
 from ratchet.interfaces import Fingerprinted, Learner, LossTerm
 from ratchet.learners.around import Around
 from ratchet.learners.plan import weighing_rows
-from ratchet.models.cost import Cost
+from ratchet.models.cost import Work
 from ratchet.observe.activity import ACTIVITY
 
 
 @dataclass
 class Spent:
-    """FLOP that dense passes over the same rows would take, whatever is shared, packed or computed again. cost: of a role's
+    """FLOP that dense passes over the same rows would take, whatever is shared, packed or computed again. works: of a role's
     model; the roles whose shape is not known count nothing. update: forward passes that an update is worth: its backward takes
     two (to inputs and to weights), and one where weights rest beside an adapter."""
 
-    cost: Mapping[str, Cost]
+    works: Mapping[str, Work]
     update: float = 3.0
     flop: float = 0.0
 
     def read(self, role: str, lengths: Sequence[int], passes: float = 1.0) -> None:
         """Rows of these lengths go through the role's model; a token attends to itself and those before it."""
-        if (cost := self.cost.get(role)) is not None and (tokens := sum(lengths)):
+        if (work := self.works.get(role)) is not None and (tokens := sum(lengths)):
             pairs = (sum(map(mul, lengths, lengths)) + tokens) / 2
-            self.flop += passes * cost.forward_flop(tokens, pairs / tokens)
+            self.flop += passes * work.forward_flop(tokens, pairs / tokens)
 
 
 class Metered(Around):

@@ -24,11 +24,13 @@ from ratchet.errors import ConfigError, ModelError
 from ratchet.models import lora_transformers as on_transformers
 from ratchet.models.by_plan import REMEDY, Plan, divide
 from ratchet.models.collectives import Group, summed
+from ratchet.models.cost import Work
 from ratchet.models.hf import Savable, remove_stale_weights
 from ratchet.models.lora import Adapter
 from ratchet.models.lora_targets import chosen
 from ratchet.models.policy import UNLIMITED, PolicyModel
 from ratchet.models.routing import Routing
+from ratchet.models.work import work_of
 
 PROBE_LENGTHS = (5, 1, 7, 3)
 PROBE_ROUNDING = 100  # sums in another order, and gradients that all but cancel out; what is wrong moves them far more
@@ -254,6 +256,16 @@ class TransformersPolicy(PolicyModel):
         """Without tensors of three dimensions: they may be experts, and may be the kernels of a convolution."""
         inside = {parameter for layer in self.layers() for parameter in layer.parameters() if parameter.dim() == 2}
         return {name: [len(parameter)] for name, parameter in self.named_parameters() if parameter in inside}
+
+    @property
+    def work(self) -> Work | None:
+        """Of the whole model, without an adapter."""
+        if self.divided is not None:
+            return None
+        modules = (module for module in self.backbone.modules() if not isinstance(module, nn.Embedding))
+        added = set() if self.adapter is None else {parameter for _, parameter in self.trained()}
+        weights = (p for module in modules for p in module.parameters(recurse=False) if p not in added)
+        return work_of(weights, self.model.get_parameter(self.head_name), self.text_config)
 
     def layers(self) -> list[nn.Module]:
         """The repeated blocks of the backbone, which hold most of the weights."""

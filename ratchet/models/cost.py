@@ -12,6 +12,20 @@ from ratchet.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a token takes of any model. multiplied: entries of the matrices that it is multiplied with, the head's too.
+    attended: head dimensions of all layers' queries, each of which enters a score and a sum for each token attended to."""
+
+    multiplied: int
+    attended: int
+
+    def forward_flop(self, tokens: float, context: float) -> float:
+        """Of that many tokens, each attending to `context` others on average: two per multiplied entry, and four per head
+        dimension of each pair (arXiv:2204.02311, appendix B)."""
+        return tokens * (2 * self.multiplied + 4 * self.attended * context)
+
+
+@dataclass(frozen=True)
 class Cost:
     """shape: of the whole model."""
 
@@ -43,11 +57,13 @@ class Cost:
             total += s.experts_per_token * self._expert + s.n_experts * s.hidden_size if s.is_sparse(layer) else self._dense
         return total
 
+    @property
+    def work(self) -> Work:
+        return Work(self.multiplied, self.shape.n_layers * self.shape.n_heads * self.shape.head_dim)
+
     def forward_flop(self, tokens: float, context: float) -> float:
-        """Of that many tokens, each attending to `context` others on average: two per multiplied entry, and four per head
-        dimension of each pair (arXiv:2204.02311, appendix B)."""
-        s = self.shape
-        return tokens * (2 * self.multiplied + 4 * s.n_layers * s.n_heads * s.head_dim * context)
+        """See `Work`."""
+        return self.work.forward_flop(tokens, context)
 
     def kv_bytes(self, size: int) -> int:
         """A token's keys and values in all layers; size: bytes of a number."""

@@ -20,6 +20,7 @@ from ratchet.models import lora
 from ratchet.models.attention import PackedAttention, TreeAttention
 from ratchet.models.by_plan import Divided
 from ratchet.models.config import DecoderConfig
+from ratchet.models.cost import Cost, Work
 from ratchet.models.decoder import Attend, Decoder
 from ratchet.models.hf import Savable, canonical_weights, save_decoder
 from ratchet.models.layout import pieces
@@ -63,6 +64,11 @@ class PolicyModel(nn.Module, ABC):
     def matrices(self) -> Mapping[str, Sequence[int]]:
         """What layers multiply hidden states by, by the name of the parameter here: the rows of each matrix that lies in it,
         one below the other. Embeddings and the language head are none."""
+
+    @property
+    def work(self) -> Work | None:
+        """What a token of text takes; None where that can't be told."""
+        return None
 
     @property
     def head_matrix(self) -> Tensor | None:
@@ -212,6 +218,10 @@ class DecoderPolicy(PolicyModel):
     def shape(self) -> DecoderConfig:
         """Of the whole model."""
         return self.decoder.config
+
+    @property
+    def work(self) -> Work:
+        return Cost(self.shape).work
 
     @property
     def vocab_size(self) -> int:

@@ -24,6 +24,7 @@ from ratchet.errors import ModelError
 from ratchet.models import lora_transformers as on_transformers
 from ratchet.models.auto import TransformersPolicy, close, repeated, without_dropout
 from ratchet.models.by_plan import Plan
+from ratchet.models.cost import Work
 from ratchet.models.files import atomic_path
 from ratchet.models.hf import Savable
 from ratchet.models.load import Towers
@@ -102,6 +103,11 @@ class VisionPolicy(TransformersPolicy):
     @property
     def reads_media(self) -> bool:
         return True
+
+    @property
+    def work(self) -> Work | None:
+        """What its towers take depends on each medium."""
+        return None
 
     def find_backbone(self, model: PreTrainedModel) -> str:
         path = model.base_model_prefix

@@ -12,8 +12,7 @@ from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.config.schema import RunConfig
 from ratchet.generators.workers_config import WorkersConfig
 from ratchet.learners.metered import Spent, metered
-from ratchet.models.config import DecoderConfig
-from ratchet.models.cost import Cost
+from ratchet.models.cost import Work
 from ratchet.observe.activity import ACTIVITY, Activity
 from ratchet.observe.gemm import Gemm, gemm_rate
 from ratchet.observe.system import SystemMeter, nvidia
@@ -56,7 +55,7 @@ class Meter:
         idle = 1 - (self.activity.busy_s - self._busy_s) / seconds
         # The clocks of the step and of the work are read one after the other.
         found = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
-        if self.spent.cost:
+        if self.spent.works:
             found |= {"tflop": flop / 1e12, "tflop_per_s": flop / seconds / 1e12, "mfu": flop / seconds / self.peak}
         return {"time": found, "system": {} if self.system is None else self.system.measure()}
 
@@ -71,7 +70,7 @@ def metering(
 ) -> Iterator[None]:
     """Inside the block the steps of the stage `index` are measured."""
     roles = run.roles
-    spent = Spent(_costs(policy, run), update=2.0 if run.trainable else 3.0)
+    spent = Spent(_works(policy, run), update=2.0 if run.trainable else 3.0)
     system = SystemMeter(directory.path, nvml=nvidia()) if config.logging.system else None
     run.meter = Meter(spent, peak_of(policy, config, index), system=system, trace=trace)
     run.roles = metered(roles, spent)
@@ -81,13 +80,11 @@ def metering(
         run.roles, run.meter = roles, None
 
 
-def _costs(policy: Policy, run: Run) -> dict[str, Cost]:
+def _works(policy: Policy, run: Run) -> dict[str, Work]:
     """Of the policy, and of copies of it; of models from elsewhere nothing is known here but what they answer."""
-    shape = getattr(policy.model, "shape", None)
-    if not isinstance(shape, DecoderConfig):
-        return {}
+    work = policy.model.work
     own = [name for name in run.roles if name not in run.algorithm.roles or run.algorithm.roles[name].path is None]
-    return {name: Cost(shape) for name in own}
+    return {} if work is None else dict.fromkeys(own, work)
 
 
 def peak_of(policy: Policy, config: RunConfig, index: int) -> float:

@@ -41,7 +41,7 @@ class Printed(Learner):
 
 
 def spent(update: float = 3.0) -> Spent:
-    return Spent({"policy": Cost(SHAPE)}, update=update)
+    return Spent({"policy": Cost(SHAPE).work}, update=update)
 
 
 def test_rows_by_hand():

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from ratchet.config.schema import LoRAConfig
 from ratchet.crew import Crew
 from ratchet.errors import ModelError
 from ratchet.learners.forward import Forward
 from ratchet.models.auto import TransformersPolicy
 from ratchet.models.load import load_policy
+from ratchet.models.lora import Adapter
 
 GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}
 OPT = {
@@ -61,6 +63,34 @@ def test_packed_logits_are_the_model_s_own(loaded, reference_logits, ragged):
         found = policy.logits(policy.hidden(tokens, positions, lengths))
     assert expected.std() > 0.05
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_s_work_is_that_of_the_products(loaded):
+    """Of fused attention and of products grouped by experts the counter knows nothing; bloom attends by plain products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    _, policy, _ = loaded
+    work, config = policy.work, policy.text_config
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        hidden = policy.hidden(torch.arange(7), torch.arange(7), [7])
+        policy.logits(hidden)
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    assert work.attended == layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    grouped = layers * 2 * (3 * 32 * 48) if config.model_type == "mixtral" else 0  # two experts a token, of three matrices
+    seen = 7 if config.model_type == "bloom" else 0
+    assert work.forward_flop(7, seen) == counter.get_total_flops() + 7 * 2 * grouped
+
+
+def test_an_adapter_is_no_part_of_the_work(reference):
+    policy = TransformersPolicy(reference("qwen3", head_dim=8))
+    before = policy.work
+    policy.attach(Adapter(LoRAConfig(rank=2)))
+    assert policy.work == before
+
+
+def test_the_work_of_what_does_more_than_attend_is_unknown(reference):
+    mamba = reference("mamba", shape={"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4})
+    assert TransformersPolicy(mamba).work is None
 
 
 def test_twins_in_two_threads_each_have_the_gradients_of_one(loaded, ragged):

@@ -125,7 +125,7 @@ def of_work(path: Path) -> set[str]:
         )
     clock = iter(range(100))
     system = SystemMeter(path, proc=path, nvml=Nvml(), clock=lambda: next(clock))
-    meter = Meter(Spent({"policy": Cost(preset("tiny", vocab_size=8))}), 1.0, system=system)
+    meter = Meter(Spent({"policy": Cost(preset("tiny", vocab_size=8)).work}), 1.0, system=system)
     meter.begin(0)
     found = meter.measure([make_group("g", [make_trajectory([1], [2], reward=1.0)])], 1.0)
     return {f"{prefix}/{key}" for prefix, numbers in found.items() for key in numbers}

@@ -17,7 +17,7 @@ from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.tools.metering import Meter
 from ratchet.tools.train import resume_run, start_run
 
-COST = Cost(preset("tiny", vocab_size=10))
+WORK = Cost(preset("tiny", vocab_size=10)).work
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
 
 def test_mfu_and_idle_share_by_hand():
     clock = Clock()
-    activity, spent = Activity(clock), Spent({"policy": COST})
+    activity, spent = Activity(clock), Spent({"policy": WORK})
     meter = Meter(spent, peak=1e9, activity=activity)
     with activity.work("policy", "before"):
         clock.now += 100.0
@@ -43,7 +43,7 @@ def test_mfu_and_idle_share_by_hand():
     groups = [make_group("g", [make_trajectory([1], [2, 3], reward=1.0), make_trajectory([1], [2], reward=0.0, attempt=1)])]
     old = replace(make_group("h", [make_trajectory([1], [2, 3], reward=1.0)]), uses=1)  # was sampled in another step
     found = meter.measure([*groups, old], 4.0)
-    flop = 1e9 + COST.forward_flop(3, 2) + COST.forward_flop(2, 1.5)
+    flop = 1e9 + WORK.forward_flop(3, 2) + WORK.forward_flop(2, 1.5)
     assert found["system"] == {}
     assert found["time"] == pytest.approx(
         {
