@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ratchet.checkpoint.blocks import Blocks, save_blocks
 from ratchet.interfaces import Exported, Shard
-from ratchet.models.adapters import save_adapter
+from ratchet.models.adapters import bit_sum, check_base, fingerprint, save_adapter
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.hf import Savable
 from ratchet.models.layout import PEFT
@@ -27,23 +27,34 @@ def export_blocks(model: PolicyModel, blocks: Iterable[Shard], rank: int, direct
     save_blocks(parts, rank, blocks, {})
     dist.barrier()
     if rank == 0:
-        _write(model, Blocks(parts), directory, part)
+        blocks_of_all = Blocks(parts)
+        _write(model, {name: blocks_of_all.whole(name) for name in blocks_of_all.stored}, directory, part)
         shutil.rmtree(parts)
     dist.barrier()
 
 
-def _write(model: PolicyModel, blocks: Blocks, directory: Path, part: Exported) -> None:
-    whole = {name: blocks.whole(name) for name in blocks.stored if name != HEAD}
+def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
+    """From what any number of ranks saved, by one process. model: whole, as the stage began with it: the weights that rest
+    beside an adapter are its own. Raises CheckpointError where these are others, or something is missing."""
+    saved, resting = Blocks(checkpoint), model.resting()
+    rest = {name: weight.detach() for name, weight in model.canonical_weights() if name in resting}
+    if rest:
+        check_base(checkpoint, saved.numbers.get("base"), fingerprint({name: bit_sum(weight) for name, weight in rest.items()}))
+    learned = {name: saved.whole(name) for name in saved.stored if "/" not in name}  # others are an optimizer's: exp_avg/...
+    _write(model, {**rest, **learned}, directory, "all")
+
+
+def _write(model: PolicyModel, whole: Mapping[str, Savable], directory: Path, part: Exported) -> None:
     low_rank = {name: weight for name, weight in whole.items() if name.startswith(PEFT)}
-    weights: dict[str, Savable] = {name: weight for name, weight in whole.items() if name not in low_rank}
+    weights = {name: weight for name, weight in whole.items() if name not in low_rank and name != HEAD}
     adapter = model.adapter
     if part == "adapter":
         assert adapter is not None, "the model has no adapter"
         save_adapter(directory, adapter, model.check_adapter(adapter.lora), low_rank)
         return
     model.save(directory, weights if adapter is None or part == "base" else merged(weights, low_rank, adapter.lora.scale))
-    if HEAD in blocks.stored:
+    if HEAD in whole:
         head = ScalarHead(model.hidden_size)
         with torch.no_grad():
-            head.weight.copy_(blocks.whole(HEAD).to("cpu", torch.float32, copy=True))
+            head.weight.copy_(whole[HEAD].to("cpu", torch.float32, copy=True))
         save_head(head, directory)

@@ -23,7 +23,8 @@ from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.executors.machine import freeze
 from ratchet.generators.workers_config import WorkersConfig
 from ratchet.learners.columns import SCALARS
-from ratchet.learners.config import LocalConfig, SpreadConfig
+from ratchet.learners.config import LocalConfig, MegatronConfig, SpreadConfig
+from ratchet.learners.export import export_saved
 from ratchet.models.heads import ScalarHead
 from ratchet.models.load import load_policy
 from ratchet.stage import Policy
@@ -103,14 +104,13 @@ def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None
 
 def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) -> None:
     """Writes the policy of a checkpoint of the last of these stages as the end of a run would. Raises ConfigError where it lies
-    in parts that several processes hold."""
+    in a form that nothing here reads."""
     index = len(config.stages) - 1
     stage = config.stages[index]
-    if isinstance(stage.learner, SpreadConfig):
-        kind = getattr(stage.learner, "kind", "")
+    if isinstance(stage.learner, MegatronConfig):
         raise ConfigError(
-            f"stage {stage.name} trained with learner.kind={kind}, whose checkpoints hold a part for each process: "
-            f"end the run (`ratchet train --resume {run}`), and evaluate its model"
+            f"stage {stage.name} trained with learner.kind=megatron, whose checkpoints only Megatron reads: end the run "
+            f"(`ratchet train --resume {run}`), and evaluate its model"
         )
     begun = begins_with(config, index, run)
     alone = tuple(each.model_copy(update={"generator": resolve("generator", {})}) for each in begun.stages)
@@ -118,12 +118,19 @@ def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) 
     adapter = adapter_of(config, index, run)
     if adapter is not None:
         policy.model.attach(adapter)
+    if isinstance(stage.learner, SpreadConfig):
+        export_saved(policy.model, checkpoint.path / "policy", target)
+    else:
+        _export_local(stage, policy, checkpoint.path / "policy", target)
+    policy.tokenizer.save(target)
+
+
+def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
     scores = SCALARS & construct(stage.algorithm).needs_of("policy")
     head = ScalarHead(policy.model.hidden_size) if scores else None
     learner = construct(LocalConfig(), policy.model, head=head)
-    learner.load(checkpoint.path / "policy")
+    learner.load(saved)
     learner.export(target)
-    policy.tokenizer.save(target)
 
 
 def _generator(stage: StageConfig, kind: str | None) -> Section:

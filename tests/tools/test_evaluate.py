@@ -76,11 +76,12 @@ STAGES = [
 ]
 
 
-def saved_run(folder: Path, **second: Any) -> Path:
-    """A run with a checkpoint of every step. second: more keys of its second stage."""
+def saved_run(folder: Path, learner: Any = None, **second: Any) -> Path:
+    """A run with a checkpoint of every step. learner: of both stages. second: more keys of its second one."""
     own = {key: value for key, value in RECIPE.items() if key not in ("algorithm", "steps")}
     stages = [STAGES[0], {**STAGES[1], **second}]
     recipe = {**own, "checkpoint": {"every": 1, "keep": 9}, "stages": stages}
+    recipe |= {"learner": learner} if learner else {}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert start_run(folder / "recipe.yaml", [], folder / "run", command="test") == 0
     return folder / "run"
@@ -90,9 +91,17 @@ def weights_of(target: Target) -> dict[str, torch.Tensor]:
     return dict(target.policy.model.canonical_weights())
 
 
-@pytest.mark.parametrize("second", [{}, {"lora": {"rank": 2}}], ids=["all", "adapter"])
-def test_a_checkpoint_has_the_weights_of_its_step(tmp_path: Path, second: dict[str, Any]):
-    run = saved_run(tmp_path, **second)
+RANKS = {"learner": {"kind": "dtensor", "dp_shard": 2}}
+LORA = {"lora": {"rank": 2}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, LORA, RANKS, pytest.param({**LORA, **RANKS}, marks=pytest.mark.slow)],
+    ids=["all", "adapter", "ranks", "adapter on ranks"],
+)
+def test_a_checkpoint_has_the_weights_of_its_step(tmp_path: Path, more: dict[str, Any]):
+    run = saved_run(tmp_path, **more)
     last, trained = open_target(run, step=4), open_target(run)
     assert weights_of(last).keys() == weights_of(trained).keys()
     assert all(torch.equal(weight, weights_of(trained)[name]) for name, weight in weights_of(last).items())
@@ -117,13 +126,13 @@ def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.Capt
         evaluate_target(str(tmp_path / "elsewhere"), replace(FEW, step=2))
 
 
-def test_a_checkpoint_in_parts_is_refused(tmp_path: Path):
+def test_a_checkpoint_that_only_megatron_reads_is_refused(tmp_path: Path):
     run = saved_run(tmp_path)
     config = RunDirectory(run).read_config()
     for stage in config["stages"]:
-        stage["learner"] = {"kind": "dtensor"}
+        stage["learner"] = {"kind": "megatron"}
     RunDirectory(run).config.write_text(write_text(config))
-    with pytest.raises(ConfigError, match=r"stage first trained with learner\.kind=dtensor.*end the run"):
+    with pytest.raises(ConfigError, match=r"stage first trained with learner\.kind=megatron.*end the run"):
         open_target(run, step=2)
 
 
