@@ -65,9 +65,9 @@ def unfit(address: str) -> str | None:
         return f"it names no place: write {scheme}://bucket/name"
     if any(sign in rest for sign in "*?[]#\\") or ".." in rest.split("/"):
         return "it is a pattern or leads upwards: write a plain address"
-    from fsspec import available_protocols  # where somebody's own are listed too
+    from fsspec import available_protocols, registry  # the second has those that somebody has brought
 
-    if scheme not in available_protocols():
+    if scheme not in {*available_protocols(), *registry}:
         return f"nothing reads {scheme}://: use s3://, gs://, az://, hf://, file:// or another that fsspec knows"
     return None
 

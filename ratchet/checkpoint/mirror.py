@@ -22,6 +22,7 @@ from ratchet.checkpoint.mirrored import (
     INDEX,
     Facts,
     Index,
+    Lines,
     MirroredRun,
     Stored,
     belongs,
@@ -64,7 +65,7 @@ class Mirror:
         self.notes: list[str] = []
         self.behind: str | None = None  # why not all of it is there
         self._run, self._writer = uuid.uuid4().hex, uuid.uuid4().hex
-        self._files: dict[str, tuple[Facts, ...]] = {}  # there
+        self._files: dict[str, Lines] = {}  # there
         self._facts: dict[str, tuple[Noted, Facts]] = {}  # here
         self._left: list[str] = []  # what the latest attempt did not come to
         self._wrote = False
@@ -225,7 +226,7 @@ class Mirror:
         self._check_writer()
         gone = [name for name in self._files if name not in noted]
         if changed or gone or not self._wrote:
-            self._write_index(self._files | {name: (*self._files.get(name, ()), new[name]) for name in changed})
+            self._write_index(self._files | {name: (*self._files.get(name, (None,)), new[name]) for name in changed})
             for name in changed:
                 faults.point("mirror.file")
                 self.there.store.put(self.directory.path / name, name)
@@ -263,7 +264,7 @@ class Mirror:
         elif index.writer != self._writer:
             raise OSError("another process goes on with this run there; this one stops writing to it")
 
-    def _write_index(self, files: Mapping[str, tuple[Facts, ...]]) -> None:
+    def _write_index(self, files: Mapping[str, Lines]) -> None:
         self.there.store.write(INDEX, Index(self._run, self._writer, files).content())
         self._files, self._wrote = dict(files), True
 

@@ -2,7 +2,7 @@
 
 Its files have the names that they have in a run directory. `mirror.json` lists size and SHA-256 of all but the checkpoints,
 whose manifests do so. A file may be longer than it is listed (a log that has grown since): what is listed is its beginning.
-While a file is being replaced there are two lines for it, and one of them holds.
+While a file is being replaced there are two lines for it, and one of them holds; null is that of a file that was not there.
 """
 
 from __future__ import annotations
@@ -47,16 +47,25 @@ class Facts:
     sha256: str
 
 
+def _facts(size: object, sha256: object) -> Facts:
+    if not isinstance(size, int) or size < 0 or not isinstance(sha256, str):
+        raise ValueError(f"{size!r}, {sha256!r}")
+    return Facts(size, sha256)
+
+
+Lines = tuple[Facts | None, ...]
+
+
 @dataclass(frozen=True)
 class Index:
     """run: the same for all who go on with it. writer: of them, the one who wrote last."""
 
     run: str
     writer: str
-    files: Mapping[str, tuple[Facts, ...]]
+    files: Mapping[str, Lines]
 
     def content(self) -> bytes:
-        files = {name: [[one.size, one.sha256] for one in facts] for name, facts in self.files.items()}
+        files = {name: [one and [one.size, one.sha256] for one in lines] for name, lines in self.files.items()}
         return seal({"format": FORMAT, "run": self.run, "writer": self.writer, "files": files}).encode()
 
     @classmethod
@@ -66,11 +75,15 @@ class Index:
             body = unseal(address, INDEX, content)
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{address}/{INDEX} has format {body['format']!r}; this version reads {FORMAT}")
-            files = {name: tuple(Facts(*one) for one in facts) for name, facts in body["files"].items()}
+            files = {
+                name: tuple(None if one is None else _facts(*one) for one in lines) for name, lines in body["files"].items()
+            }
             index = cls(body["run"], body["writer"], files)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{address}/{INDEX} is malformed ({error!r})") from error
-        for name in index.files:
+        for name, lines in index.files.items():
+            if not any(lines):
+                raise CheckpointError(f"{address}/{INDEX} is malformed (no line for '{name}')")
             if not belongs(name):
                 raise CheckpointError(f"{address}/{INDEX} lists '{name}', which is no file of a run's directory")
         return index
@@ -184,20 +197,22 @@ class MirroredRun:
     def fetch_files(self, index: Index, directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Replaces those of a directory, as far as they are others. Raises CheckpointError where one is damaged without which
         the run can't be what it was; another is told and left out."""
-        for name, facts in index.files.items():
+        for name, lines in index.files.items():
             path = directory / name
-            if not wanted(name) or agrees(path, facts):
+            if not wanted(name) or agrees(path, lines):
                 continue
             draft = path.with_name(f".{path.name}.fetched")
             try:
                 self.store.get(name, draft)
                 size = draft.stat().st_size
-                if not agrees(draft, facts):
-                    listed = facts[-1].size
+                if not agrees(draft, lines):
+                    listed = max(one.size for one in lines if one)
                     what = f"{size} bytes instead of {listed}" if size < listed else "another checksum than is listed"
                     raise CheckpointError(f"{self.address}/{name} is damaged, with {what}: restore it from a backup")
                 draft.replace(path)
             except (CheckpointError, FileNotFoundError) as error:
+                if isinstance(error, FileNotFoundError) and None in lines:
+                    continue
                 if PurePosixPath(name).parts[0] in ESSENTIAL:
                     raise CheckpointError(str(error)) from error
                 log.warning("%s; it is left out", error)
@@ -205,11 +220,11 @@ class MirroredRun:
                 draft.unlink(missing_ok=True)
 
 
-def agrees(path: Path, facts: tuple[Facts, ...]) -> bool:
+def agrees(path: Path, lines: Lines) -> bool:
     """Whether a file begins with what is listed; what comes after that is then cut off."""
     if not path.is_file():
         return False
-    for one in sorted(facts, key=lambda one: -one.size):
+    for one in sorted(filter(None, lines), key=lambda one: -one.size):
         if path.stat().st_size >= one.size and hash_beginning(path, one.size) == one.sha256:
             if path.stat().st_size > one.size:
                 with path.open("r+b") as file:
