@@ -86,6 +86,8 @@ def filesystem(address: str) -> tuple[Any, str]:
     except ValueError as error:
         known = ", ".join(sorted(fsspec.available_protocols()))
         raise DataError(f"{address}: nothing reads {scheme}://; there are {known}") from error
+    except Exception as error:  # a store's client raises errors of its own: without credentials, say
+        raise DataError(f"{address}: its store can't be used: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

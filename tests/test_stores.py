@@ -118,6 +118,16 @@ def test_a_missing_package_and_an_unknown_store_are_named(monkeypatch):
         Store("nowhere://bucket/run")
 
 
+def test_a_store_that_can_not_even_be_named_is_said(monkeypatch):
+    def fails(self, *arguments, **options):
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(Broken, "__init__", fails)
+    Broken.clear_instance_cache()
+    with pytest.raises(DataError, match="broken://a/b: its store can't be used: RuntimeError: no credentials"):
+        Store("broken://a/b")
+
+
 def test_the_cache_lies_where_the_variables_say(tmp_path):
     stores.keep_as({"RATCHET_CACHE": "/a", "XDG_CACHE_HOME": "/b"})
     first = cached("runs", "s3://bucket/run/")

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,11 +172,13 @@ class Mirror:
     def note(self) -> dict[str, Noted]:
         """The files that are mirrored, but for checkpoints, as they are now."""
         root, found = self.directory.path, {}
-        for path in root.rglob("*"):
-            name = path.relative_to(root).as_posix()
-            if belongs(name) and path.is_file() and not path.is_symlink():
-                status = path.stat()
-                found[name] = Noted(status.st_size, status.st_mtime_ns)
+        for where, below, files in os.walk(root):
+            below[:] = [name for name in below if belongs((Path(where) / name).relative_to(root).as_posix())]
+            for path in (Path(where) / name for name in files):
+                with suppress(FileNotFoundError):  # trackers come and go with files of theirs
+                    status, name = path.lstat(), path.relative_to(root).as_posix()
+                    if belongs(name) and stat.S_ISREG(status.st_mode):
+                        found[name] = Noted(status.st_size, status.st_mtime_ns)
         return found
 
     def push(self, noted: Mapping[str, Noted], *, beside: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -152,10 +151,10 @@ def _copy(address: str, wanted: Callable[[str], bool], choose: Choose = lambda w
 def _clear(directory: Path, index: Index, steps: set[int]) -> None:
     """Removes what is no longer there, or is of the run that was there before."""
     identity = directory / IDENTITY
-    if not identity.exists() or json.loads(identity.read_bytes()) != index.run:
+    if not identity.exists() or identity.read_text(encoding="utf-8") != index.run:
         shutil.rmtree(directory)
         directory.mkdir()
-        identity.write_text(json.dumps(index.run), encoding="utf-8")
+        identity.write_text(index.run, encoding="utf-8")
     for path in list(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and belongs(name) and name not in index.files:

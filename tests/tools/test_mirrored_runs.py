@@ -188,6 +188,14 @@ def test_what_is_no_address_is_refused_when_the_recipe_is_read(override, why, re
             resume_run(place, command="x")
 
 
+def test_a_plan_for_an_address_goes_there_with_the_run(recipe):
+    address = f"memory://{uuid.uuid4().hex}/run"
+    short = ["stages.sft.steps=1", "stages.rl.steps=1"]
+    command("plan", recipe, *short, "--run-dir", address)
+    assert start_run(recipe, short, address, command="x") == 0
+    assert "plan.json" in contents(address)
+
+
 def test_an_address_without_a_run_is_no_run():
     with pytest.raises(RunDirectoryError, match="memory://nothing/here holds no run"):
         resume_run("memory://nothing/here", command="x")
