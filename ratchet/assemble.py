@@ -34,6 +34,7 @@ from ratchet.rewards.compose import composed
 from ratchet.roles import check_readers, check_roles, check_routers
 from ratchet.run import Run
 from ratchet.stage import Arena, Plan, Policy
+from ratchet.stores import is_address
 from ratchet.types import Sampling
 
 LEARNER, DRIVER = "learner", "driver"  # names of the group that trains, and of this process where it does
@@ -184,7 +185,8 @@ def processor_of(config: RunConfig) -> Processor | None:
 def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
     """A tokenizer of the recipe's own must be the one that the model was trained with, where its directory holds that."""
     chosen = not isinstance(config.tokenizer, AutoTokenizerConfig) or config.tokenizer.path is not None
-    directory = Path(str(config.model.path))
+    path = str(config.model.path)
+    directory = find_model(path) if chosen and is_address(path) else Path(path)
     if not chosen or not (directory / "tokenizer.json").is_file():
         return
     if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ratchet import credentials, faults
+from ratchet import credentials, faults, stores
 from ratchet.cli_runs import Json, runs
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 
@@ -23,15 +23,17 @@ app.add_typer(runs, name="runs")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides of any key: algorithm.group_size=16")]
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-Target = Annotated[Path, typer.Argument(help="A run directory, or a Hugging Face model directory.")]
+Target = Annotated[str, typer.Argument(help="A run, or a Hugging Face model directory; also by address (s3://bucket/run).")]
 
 
 @app.command()
 def train(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe (YAML). Not needed with --resume.")] = None,
     overrides: Overrides = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run goes; default: runs/<name>, numbered.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory.")] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(help="Where the run goes, or s3://bucket/run; default: runs/<name>, numbered.")
+    ] = None,
+    resume: Annotated[str | None, typer.Option(help="Continue the run in this directory, or at this address.")] = None,
     changed_data: Annotated[
         bool, typer.Option("--changed-data", help="With --resume: go on though data have changed.")
     ] = False,
@@ -90,16 +92,17 @@ def plan(
         str | None, typer.Option(metavar="2x8xH100", help="Plan for these accelerators: nodes x accelerators x kind.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Keep the plan there: the run's report then says what became of it.")
+        str | None, typer.Option(help="Keep the plan there: the run's report then says what became of it.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Predict memory and time of a recipe, before anything is spent."""
     from ratchet.checkpoint.rundir import RunDirectory
     from ratchet.config.loader import load_config
+    from ratchet.tools.places import directory_of
     from ratchet.tools.plan_show import show_plan
 
-    config, directory = load_config(recipe, overrides or []), None if run_dir is None else RunDirectory(run_dir)
+    config, directory = load_config(recipe, overrides or []), None if run_dir is None else RunDirectory(directory_of(run_dir))
     show_plan(config, cluster=cluster, probe_s=probe, directory=directory, as_json=json)
 
 
@@ -179,8 +182,9 @@ def chat(
 ) -> None:
     """Talk to a trained model."""
     from ratchet.tools.chat import chat_with
+    from ratchet.tools.places import model_of
 
-    chat_with(target, prompts=prompt or [], temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    chat_with(model_of(target), prompts=prompt or [], temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
 
 
 @app.command()
@@ -193,16 +197,19 @@ def serve(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most, whatever a request says.")] = 1024,
 ) -> None:
     """Serve a trained model behind the OpenAI chat API; it is called `policy`."""
+    from ratchet.tools.places import model_of
     from ratchet.tools.serve import serve as serve_model
     from ratchet.types import Sampling
 
-    serve_model(target, host=host, port=port, key=api_key, sampling=Sampling(temperature, max_new_tokens=max_new_tokens))
+    serve_model(
+        model_of(target), host=host, port=port, key=api_key, sampling=Sampling(temperature, max_new_tokens=max_new_tokens)
+    )
 
 
 @app.command()
 def score(
     file: Annotated[
-        Path, typer.Argument(help="JSON lines: prompt, response, answer; or what the reward reads beside response.")
+        str, typer.Argument(help="JSON lines: prompt, response, answer; or what the reward reads beside response.")
     ],
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of the reward: timeout_s=5")] = None,
     reward: Annotated[str, typer.Option(help="A kind of reward, or the path of yours: my_pkg.my_mod:thing")] = "",
@@ -215,7 +222,9 @@ def score(
 
     if not reward:
         raise ConfigError("--reward is missing: give a kind (exact_match, math, code, ...) or the path of your own")
-    score_file(file, reward, keys or [], as_json=json, workers=workers or usable_cores())
+    score_file(
+        file if stores.is_address(file) else Path(file), reward, keys or [], as_json=json, workers=workers or usable_cores()
+    )
 
 
 @data.command()
@@ -246,28 +255,30 @@ def inspect(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A model directory in any form, a run directory, or a Hub id.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="A new directory; it is there as soon as it is complete.")],
+    target: Annotated[
+        str, typer.Argument(metavar="DST", help="A new directory, there as soon as it is complete; or an address.")
+    ],
     to: Annotated[
         str, typer.Option(help="hf (safetensors), megatron (dist_checkpointing) or dcp (torch.distributed.checkpoint)")
     ] = "hf",
     config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face directory with config.json and tokenizer, where SRC has none.")
+        str | None, typer.Option(help="A Hugging Face directory with config.json and tokenizer, where SRC has none.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare every weight by checksum, and the logits of a sample.")] = True,
     merge_lora: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="ADAPTER", help="Merge this adapter (a directory in peft's form) into the weights of SRC."),
     ] = None,
 ) -> None:
     """Convert a model between Hugging Face, Megatron and torch's distributed checkpoints, with an adapter merged into it if
     you like. An interrupted conversion goes on by the same command."""
-    from ratchet.tools.convert import convert as convert_model
+    from ratchet.tools.converting import convert_places
 
-    convert_model(source, target, to=to, config=config, verify=verify, say=typer.echo, adapter=merge_lora)
+    convert_places(source, target, to=to, config=config, verify=verify, say=typer.echo, adapter=merge_lora)
 
 
 Steps = Annotated[list[int], typer.Option("--step", min=1, help="As in metrics.jsonl; may be given several times.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an address.")]
 
 
 @app.command()
@@ -281,9 +292,10 @@ def replay(
     json: Json = False,
 ) -> None:
     """Compute recorded steps again, and say whether they are bit-equal (status 0) or where not (status 1)."""
+    from ratchet.tools.places import replayable
     from ratchet.tools.replay import replay_steps
 
-    raise typer.Exit(replay_steps(run, step, changes=changes or [], as_json=json))
+    raise typer.Exit(replay_steps(replayable(run, step), step, changes=changes or [], as_json=json))
 
 
 @app.command()
@@ -296,8 +308,9 @@ def explain(
 ) -> None:
     """Which groups, tags and tokens of a recorded step moved the weights."""
     from ratchet.tools.explain import explain_step
+    from ratchet.tools.places import replayable
 
-    explain_step(run, step, role=role, top=top, as_json=json)
+    explain_step(replayable(run, [step]), step, role=role, top=top, as_json=json)
 
 
 @app.command()
@@ -329,7 +342,7 @@ def import_config(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories; several are compared.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories or addresses; several are compared.")],
     out: Annotated[Path | None, typer.Option(help="The file; default: report.html in the first run.")] = None,
     rollouts: Annotated[int, typer.Option(min=0, help="Of each run, so many have their texts and tokens in the file.")] = 256,
 ) -> None:
@@ -342,21 +355,23 @@ def report(
 
 @app.command()
 def ui(
-    directory: Annotated[Path, typer.Argument(help="A run, or the directory that runs are in.")] = Path("runs"),
+    directory: Annotated[str, typer.Argument(help="A run, the directory that runs are in, or the address of a run.")] = "runs",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of this machine; 0: any that is free.")] = 8421,
 ) -> None:
     """Show runs in the browser while they go on. Only this machine is answered; Ctrl-C ends it."""
+    from ratchet.tools.places import record_of
     from ratchet.tools.report.server import serve_forever
 
-    serve_forever(directory, port, say=typer.echo)
+    serve_forever(record_of(directory), port, say=typer.echo)
 
 
 @app.command()
-def status(run: Annotated[Path, typer.Argument(help="The directory of a run that is under way.")]) -> None:
+def status(run: Annotated[str, typer.Argument(help="The directory of a run that is under way.")]) -> None:
     """Who waits for whom in a running training, and since when."""
+    from ratchet.tools.places import here
     from ratchet.tools.status import status_of
 
-    typer.echo(status_of(run))
+    typer.echo(status_of(here(run)))
 
 
 @app.command()
@@ -373,6 +388,7 @@ def main() -> None:
     try:
         faults.arm(os.environ.get("RATCHET_FAULTS", ""))
         credentials.offer(os.environ)
+        stores.keep_as(os.environ)
         app()
     except RatchetError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +14,8 @@ runs = typer.Typer(help="List runs, compare them, remove what they no longer nee
 
 @runs.command("list")
 def list_runs(
-    place: Annotated[Path, typer.Argument(help="A run, or a directory of runs.")] = Path("runs"), json: Json = False
+    place: Annotated[str, typer.Argument(help="A run, or a directory of runs, or an address of either.")] = "runs",
+    json: Json = False,
 ) -> None:
     """State, steps, accuracy and size of each."""
     from ratchet.tools.runs import list_runs as show
@@ -25,7 +25,7 @@ def list_runs(
 
 @runs.command("compare")
 def compare_runs(
-    paths: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Two or more.")], json: Json = False
+    paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more.")], json: Json = False
 ) -> None:
     """How their recipes differ, from which step on their numbers do, and where they end."""
     from ratchet.tools.runs import compare_runs as show
@@ -37,11 +37,12 @@ def compare_runs(
 
 @runs.command("prune")
 def prune_runs(
-    place: Annotated[Path, typer.Argument(help="A run, or a directory of runs.")] = Path("runs"),
+    place: Annotated[str, typer.Argument(help="A run, or a directory of runs.")] = "runs",
     keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints of each run that stay, beside protected ones.")] = 1,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them; else they are only named.")] = False,
 ) -> None:
     """Remove old checkpoints."""
+    from ratchet.tools.places import here
     from ratchet.tools.runs import prune_runs as prune
 
-    prune(place, keep=keep, really=yes)
+    prune(here(place), keep=keep, really=yes)

@@ -18,6 +18,11 @@ class Background:
         """Whether there is something to settle that will not be waited for."""
         return self._work is not None and self._work.done()
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is something that goes on."""
+        return self._work is not None and not self._work.done()
+
     def begin(self, work: Callable[[], object]) -> None:
         assert self._work is None, "what was begun before is settled first"
         future: Future[None] = Future()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ratchet.config.model import context_of
 from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.stores import is_address
 
 ROW = "{:<14}{}"
 SHARED_OUT = ("dp_replicate", "dp_shard", "data_parallel", "context_parallel", "tensor_parallel", "pipeline_parallel")
@@ -96,7 +97,7 @@ def _teacher(stage: StageConfig) -> str:
     """A directory that is not there is no mistake yet: another run may have to make it first."""
     given = getattr(stage.algorithm, "teacher", None) or {}
     paths = dict.fromkeys([given] if isinstance(given, str) else given.values())
-    return ", ".join(path if Path(path).is_dir() else f"{path} (no directory here)" for path in paths)
+    return ", ".join(path if is_address(path) or Path(path).is_dir() else f"{path} (no directory here)" for path in paths)
 
 
 def _batch(stage: StageConfig) -> str:

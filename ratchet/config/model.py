@@ -10,6 +10,20 @@ from typing import Any
 from ratchet.config.conflict import Conflict, clash
 from ratchet.config.problems import unlike
 from ratchet.config.schema import ModelConfig, RunConfig
+from ratchet.stores import is_address, unfit
+
+
+def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    tokenizer = getattr(config.tokenizer, "path", None)
+    places = {"run_dir": config.run_dir, "model.path": config.model.path, "tokenizer.path": tokenizer}
+    for key, place in places.items():
+        if place is not None and is_address(place) and (why := unfit(place)):
+            yield clash(f"{key}={place} is no address for this: {why}", key)
+    for section, place in (("model", config.model.path), ("tokenizer", tokenizer)):
+        revision = getattr(getattr(config, section), "revision", None)
+        if place is not None and is_address(place) and revision is not None:
+            key = f"{section}.revision"
+            yield clash(f"{key}={revision} is of a repository on the hub, and {place} has no revisions: remove it", key)
 
 
 def model_conflicts(config: RunConfig) -> Iterator[Conflict]:

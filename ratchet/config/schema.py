@@ -35,7 +35,9 @@ class ModelConfig(Section):
     """What is trained: a preset with random weights, or the model in a directory or on the hub."""
 
     preset: str | None = Field(default=None, description="Shape of a model that starts from random weights.")
-    path: str | None = Field(default=None, description="Directory or hub id of a model to start from.")
+    path: str | None = Field(
+        default=None, description="Directory, address (s3://bucket/model) or hub id of a model to start from."
+    )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
     backend: Literal["auto", "ratchet", "transformers"] = Field(
         default="auto", description="Whose code runs it: Ratchet's own decoder where it can (auto), or that of transformers."
@@ -291,7 +293,10 @@ class RunConfig(Section):
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="CPU threads, which workers share."
     )
-    run_dir: str | None = Field(default=None, description="Where the run is written; null: runs/<name>. Never overwritten.")
+    run_dir: str | None = Field(
+        default=None,
+        description="Where the run is written, or an address (s3://bucket/run); null: runs/<name>. Never overwritten.",
+    )
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[Chosen, Slot("tokenizer")] = Field(default_factory=_default("tokenizer", "auto"))
     media: MediaConfig = MediaConfig()

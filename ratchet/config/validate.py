@@ -11,7 +11,7 @@ from ratchet.config.choice import CHOICE_CHECKS
 from ratchet.config.conflict import Conflict, clash
 from ratchet.config.kinds import section_class
 from ratchet.config.lora import LORA_CHECKS
-from ratchet.config.model import context_of, model_conflicts, presets
+from ratchet.config.model import address_conflicts, context_of, model_conflicts, presets
 from ratchet.config.places import PLACE_CHECKS
 from ratchet.config.precision import PRECISION_CHECKS
 from ratchet.config.schema import RunConfig, StageConfig, own_rewards
@@ -19,6 +19,7 @@ from ratchet.config.schema import RunConfig, StageConfig, own_rewards
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
     yield from model_conflicts(config)
+    yield from address_conflicts(config)
     yield from _one_generator(config)
     for index, stage in enumerate(config.stages):
         for check in STAGE_CHECKS:

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from ratchet.data.files import is_remote, open_binary, reading
+from ratchet.data.files import open_binary, reading
 from ratchet.data.jsonl import Row
 from ratchet.data.order import WINDOW
 from ratchet.errors import DataError
+from ratchet.stores import is_address
 
 
 def open_arrow(path: str | Path) -> ArrowTable:
@@ -99,7 +100,7 @@ class ArrowFile(ArrowTable):
 
 def _source(path: str | Path) -> Any:
     """Mapped into memory where it lies on this machine."""
-    if is_remote(path):
+    if is_address(path):
         remote: IO[bytes] = open_binary(path)
         return pa.PythonFile(remote, mode="r")
     return pa.memory_map(str(path))

@@ -31,7 +31,7 @@ class AutoTokenizerConfig(TokenizerConfig):
 
     builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_auto"
 
-    path: str | None = Field(None, description="Directory or hub id; null: the model's.")
+    path: str | None = Field(None, description="Directory, address or hub id; null: the model's.")
     revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
 
 

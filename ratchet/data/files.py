@@ -12,11 +12,10 @@ from typing import IO, Annotated, Any
 
 from pydantic import BeforeValidator
 
-from ratchet.errors import DataError, MissingDependency
+from ratchet.errors import DataError
+from ratchet.stores import filesystem, is_address
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
-# What fsspec needs beside itself, by the beginning of an address, and the package's extra.
-STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
 def _place(value: Any) -> Any:
@@ -25,10 +24,6 @@ def _place(value: Any) -> Any:
 
 # In a recipe: a path, which is a `Path` so that a checkpoint can hold its fingerprint, or an address, which stays text.
 DataFile = Annotated[Path | str, BeforeValidator(_place)]
-
-
-def is_remote(path: str | Path) -> bool:
-    return isinstance(path, str) and "://" in path
 
 
 @contextmanager
@@ -48,10 +43,10 @@ def open_binary(path: str | Path) -> IO[bytes]:
     Raises DataError where it can't be opened, MissingDependency for an object store whose package is not installed.
     """
     with reading(path):
-        if not is_remote(path):
+        if not is_address(path):
             file: IO[bytes] = Path(path).open("rb")  # noqa: SIM115 - the caller closes it
         else:
-            system, inside = _filesystem(str(path))
+            system, inside = filesystem(str(path))
             file = system.open(inside, "rb")
         return _unpacked(file) if str(path).endswith(".gz") else file
 
@@ -76,9 +71,9 @@ def expand(places: Sequence[str | Path]) -> list[str | Path]:
 
 
 def _expanded(place: str | Path) -> list[str | Path]:
-    remote, pattern = is_remote(place), any(sign in str(place) for sign in "*?[")
+    remote, pattern = is_address(place), any(sign in str(place) for sign in "*?[")
     if remote:
-        system, inside = _filesystem(str(place))
+        system, inside = filesystem(str(place))
         with reading(place):
             if not pattern and not system.isdir(inside):
                 return [place]
@@ -97,18 +92,3 @@ def _expanded(place: str | Path) -> list[str | Path]:
         what = "no file matches this pattern" if pattern else f"the directory holds no {', '.join(SUFFIXES)}"
         raise DataError(f"{place}: {what}: name the files")
     return files
-
-
-def _filesystem(address: str) -> tuple[Any, str]:
-    import fsspec  # not at the top: a recipe with local files pays nothing for it
-    from fsspec.core import url_to_fs
-
-    scheme = address.partition("://")[0].rpartition("::")[2]
-    try:
-        return url_to_fs(address)
-    except ImportError as error:
-        package = STORES.get(scheme, "fsspec")
-        raise MissingDependency(package, extra="stores", needed_for=f"reading {scheme}://") from error
-    except ValueError as error:
-        known = ", ".join(sorted(fsspec.available_protocols()))
-        raise DataError(f"{address}: nothing reads {scheme}://; there are {known}") from error

@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.media import MediaLimits
-from ratchet.data.files import STORES, open_binary, reading
+from ratchet.data.files import open_binary, reading
 from ratchet.errors import DataError, MissingDependency
+from ratchet.stores import PACKAGES
 from ratchet.types import MediaKind, Part
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 # Of the many that Pillow reads: no EPS (it runs Ghostscript), nothing that only converters of icons meet.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-OBJECT_STORES = (*STORES, "hf", "memory")
+OBJECT_STORES = (*PACKAGES, "hf", "memory")
 SHOWN_CHARS = 80
 # What the first bytes tell: a `data:` URL names its form.
 SIGNATURES = (

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import tokenizers
 
 from ratchet.errors import DataError, ModelError
+from ratchet.stores import fetch_directory, is_address, unfit
 
 After = Literal["start", "special", "text"]
 
@@ -236,17 +237,27 @@ def _write(path: Path, text: str) -> None:
 
 
 def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokenizer:
-    """The tokenizer of a model directory, or of a model on the Hugging Face hub ("owner/name", optionally a `revision`).
+    """The tokenizer of a model directory, here or at an address (s3://bucket/model), or of a model on the Hugging Face hub
+    ("owner/name", optionally a `revision`).
 
     A tokenizer.json is read directly. A directory that only has an older format is converted by transformers.
     Raises ModelError when there is none, or when its files contradict each other.
     """
-    directory = Path(source)
+    directory = _fetch(str(source)) if is_address(source) else Path(source)
     if not directory.is_dir():
         directory = _download(str(source), revision)
     config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
     template = _chat_template(directory, config.pop("chat_template", None))
     return Tokenizer(_backend(directory), config=config, eos_ids=_eos_ids(directory), chat_template=template)
+
+
+def _fetch(address: str) -> Path:
+    if why := unfit(address):
+        raise ModelError(f"{address} can't hold a tokenizer: {why}")
+    try:
+        return fetch_directory(address, DOWNLOADS, deep=False)
+    except OSError as error:
+        raise ModelError(f"the tokenizer can't be fetched: {error}") from error
 
 
 def _backend(directory: Path) -> tokenizers.Tokenizer:

@@ -10,13 +10,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.media import FileLimits
-from ratchet.data.files import DataFile, expand, is_remote
+from ratchet.data.files import DataFile, expand
 from ratchet.data.parts import COLUMNS as OF_MEDIA
 from ratchet.data.presets import Preset
 from ratchet.data.published import preset_of
 from ratchet.data.selection import KeepConfig
 from ratchet.environments.config import ALL_SOURCES, EnvironmentConfig, PreferencesConfig
 from ratchet.errors import ConfigError
+from ratchet.stores import is_address
 
 OF_PROMPTS = ("prompt", "answer", "solution")
 OF_CONVERSATIONS = ("messages", "tools")
@@ -117,7 +118,7 @@ class DatasetConfig(EnvironmentConfig):
         place = self.media_root or next(iter((*self.train, *self.test)), None)
         if place is None or place == self.media_root:
             return place
-        if is_remote(place):
+        if is_address(place):
             return str(place).rpartition("/")[0]
         return Path(place) if Path(place).is_dir() else Path(place).parent
 

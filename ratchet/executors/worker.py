@@ -18,6 +18,7 @@ from typing import Any
 from ratchet.config.kinds import imported
 from ratchet.errors import PortBusy
 from ratchet.executors.wire import Kind, Parcel, pack, unpack, versions
+from ratchet.stores import keep_as
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Worker:
     """Holds one component. Everything here happens in one thread."""
 
     def __init__(self) -> None:
+        keep_as(os.environ)
         self._component: Any = None
         self._runner = asyncio.Runner()
         self._reserved: socket.socket | None = None

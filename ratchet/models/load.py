@@ -14,6 +14,7 @@ from ratchet.models.config import DecoderConfig, unsupported_reason
 from ratchet.models.heads import FILE as HEAD_FILE
 from ratchet.models.hf import INDEX, empty_decoder, load_decoder, read_json
 from ratchet.models.policy import DecoderPolicy, PolicyModel
+from ratchet.stores import fetch_directory, is_address, unfit
 
 if TYPE_CHECKING:
     from ratchet.models.auto import TransformersPolicy
@@ -86,7 +87,10 @@ def init_policy(
 
 
 def find_model(name: str | Path, *, revision: str | None = None, with_code: bool = False) -> Path:
-    """The local directory of a model, downloaded if it is a Hub id. A name that looks like a path is never downloaded."""
+    """The local directory of a model, downloaded if it is a Hub id, or a copy of what an address (s3://bucket/model) names. A
+    name that looks like a path is never downloaded."""
+    if is_address(name):
+        return _fetch(str(name), revision, with_code)
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -113,11 +117,29 @@ def _begins_here(path: Path) -> bool:
     return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
 
+def _patterns(with_code: bool) -> list[str]:
+    return [*HUB_FILES, "*.py"] if with_code else HUB_FILES
+
+
+def _fetch(address: str, revision: str | None, with_code: bool) -> Path:
+    if why := unfit(address):
+        raise ModelError(f"{address} can't hold a model: {why}")
+    if revision is not None:
+        raise ModelError(f"revision '{revision}' is of a model on the hub, and {address} has none: remove it")
+    try:
+        directory = fetch_directory(address, _patterns(with_code), deep=False)
+    except OSError as error:
+        raise ModelError(f"the model can't be fetched: {error}") from error
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{address} holds no model (no config.json): name a directory in Hugging Face's form")
+    return directory
+
+
 def _download(name: str, revision: str | None, with_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    patterns = [*HUB_FILES, "*.py"] if with_code else HUB_FILES
+    patterns = _patterns(with_code)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HFValidationError, OSError) as error:  # every network and Hub error is an OSError

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ratchet import faults
+from ratchet.checkpoint.manifest import MANIFEST
 from ratchet.checkpoint.rundir import RunDirectory
-from ratchet.checkpoint.store import MANIFEST, CheckpointStore
+from ratchet.checkpoint.store import CheckpointStore
 from ratchet.observe.metrics import OF_THE_MACHINE
 from ratchet.observe.sinks import read_jsonl
 from ratchet.testing.forks import Forks

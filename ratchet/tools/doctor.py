@@ -21,7 +21,7 @@ PURPOSES = {
     "safetensors": ("", "model files"),
     "tensorboard": ("", "curves in TensorBoard"),
     "pyarrow": ("", "Parquet and Arrow files"),
-    "fsspec": ("", "data in object stores"),
+    "fsspec": ("", "data, models and runs in object stores"),
     "datasets": ("data", "datasets of the hub"),
     "pillow": ("vision", "images and videos: reading and drawing them"),
     "soundfile": ("audio", "audio of other forms than WAV"),

@@ -26,7 +26,7 @@ from ratchet.config.schema import RunConfig
 from ratchet.config.section import section_from_words
 from ratchet.data.benchmarks import ALSO_CALLED, MEASURED_ON
 from ratchet.environments.dataset_config import DatasetConfig
-from ratchet.errors import ConfigError, RatchetError
+from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.compare import compare
 from ratchet.evals.endpoint import EndpointPlayer, endpoint_of, is_endpoint
@@ -41,6 +41,8 @@ from ratchet.observe.summary import installed_versions
 from ratchet.rewards.config import EndpointConfig
 from ratchet.rewards.http import Endpoint
 from ratchet.stage import Arena, Plan, Policy
+from ratchet.stores import fetch_directory, is_address
+from ratchet.tools.places import model_of
 from ratchet.tools.target import Target, checkpoint_of, open_target, require_config
 from ratchet.types import Sampling
 
@@ -86,6 +88,7 @@ def evaluate_target(target: str, evaluation: Evaluation, *, against: str | None 
     """Prints what was found, and writes it into a directory: `out`, or a new one beside the run. Either of the two may be the
     results of an earlier evaluation. Raises ConfigError, and RatchetError where no attempt could be judged."""
     console = Console()
+    target, against = _read_here(target), against and _read_here(against)
     found = _results(target, evaluation)
     if isinstance(found, ScoreLoss):
         if against is not None:
@@ -102,14 +105,24 @@ def evaluate_target(target: str, evaluation: Evaluation, *, against: str | None 
 
 
 def _results(target: str, evaluation: Evaluation) -> Results | ScoreLoss:
-    path = Path(target)
+    if is_endpoint(target):
+        return _of_endpoint(target, evaluation)
+    path = model_of(target, evaluation.step)
     if evaluation.step is not None and not RunDirectory(path).used:
         raise ConfigError(f"--step {evaluation.step} is of a run, and {target} is none: leave it out")
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return Results.read(path)
-    if is_endpoint(target):
-        return _of_endpoint(target, evaluation)
-    return _of_model(path, evaluation)
+    return _of_model(path, target, evaluation)
+
+
+def _read_here(target: str) -> str:
+    """Results at an address are read from a copy."""
+    if not is_address(target) or is_endpoint(target) or "/evals/" not in target:
+        return target
+    try:
+        return str(fetch_directory(target.removesuffix(f"/{RESULTS}")))
+    except OSError as error:
+        raise DataError(f"{target} can't be fetched: {error}") from error
 
 
 def _settle(found: Results, target: str, out: Path | None, console: Console) -> None:
@@ -130,7 +143,7 @@ def _settle(found: Results, target: str, out: Path | None, console: Console) -> 
         raise RatchetError(f"no attempt has a reward; the first: {why[-500:]}")
 
 
-def _of_model(path: Path, evaluation: Evaluation) -> Results | ScoreLoss:
+def _of_model(path: Path, called: str, evaluation: Evaluation) -> Results | ScoreLoss:
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
     arena, plan = where(config, evaluation)
@@ -142,7 +155,7 @@ def _of_model(path: Path, evaluation: Evaluation) -> Results | ScoreLoss:
     if evaluator is None:
         raise ConfigError(NOTHING)
     by = type(target.policy.generator).__name__
-    name = str(path) if evaluation.step is None else f"{path}, step {evaluation.step}"
+    name = called if evaluation.step is None else f"{called}, step {evaluation.step}"
     return _about(asyncio.run(_measured(target.policy, evaluator.run())), name, by, evaluation, evaluator)
 
 

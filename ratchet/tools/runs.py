@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from ratchet.checkpoint.store import CheckpointStore
 from ratchet.errors import RunDirectoryError
 from ratchet.observe.progress import duration
 from ratchet.observe.sinks import read_jsonl
+from ratchet.stores import is_address
+from ratchet.tools.places import record_of, runs_at
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """state: "running", "finished", or "stopped" where it can be resumed. step: that has its metrics. accuracy: the latest that
-    was measured. checkpoints: bytes of them."""
+    """state: "running", "finished", or "stopped" where it can be resumed; "mirrored" at an address. step: that
+    has its metrics. accuracy: the latest that was measured. checkpoints: bytes of them."""
 
     path: str
     state: str
@@ -57,8 +59,20 @@ def describe_run(run: RunDirectory) -> RunRow:
     )
 
 
-def list_runs(place: Path, *, as_json: bool) -> None:
-    rows = [describe_run(run) for run in runs_in(place)]
+def rows_in(place: str | Path) -> list[RunRow]:
+    """Of the runs in a place, or at an address. Raises RunDirectoryError where there is none."""
+    if not isinstance(place, str) or not is_address(place):
+        return [describe_run(run) for run in runs_in(Path(place))]
+    rows = []
+    for address, checkpoints in runs_at(place):
+        row = describe_run(RunDirectory(record_of(address, ("config.yaml", "metrics.jsonl", "summary.json"))))
+        # Whether it goes on is known where it trains.
+        rows.append(replace(row, path=address, checkpoints=checkpoints, state=row.state.replace("stopped", "mirrored")))
+    return rows
+
+
+def list_runs(place: str | Path, *, as_json: bool) -> None:
+    rows = rows_in(place)
     if as_json:
         print_json([asdict(row) for row in rows])
         return
@@ -70,10 +84,11 @@ def list_runs(place: Path, *, as_json: bool) -> None:
     Console().print(table)
 
 
-def compare_runs(paths: Sequence[Path], *, as_json: bool) -> None:
+def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
     """How the first differs from each other: keys of the recipe, the first step with other numbers, and the last ones."""
     runs = [_one(path) for path in paths]
-    found = [_compared(runs[0], other) for other in runs[1:]]
+    called = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
+    found = [{**names, **_compared(runs[0], other)} for names, other in zip(called, runs[1:], strict=True)]
     if as_json:
         print_json(found)
         return
@@ -96,8 +111,6 @@ def _compared(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
     shared = sorted(first.keys() & second.keys())
     different = next((step for step in shared if first[step] != second[step]), None)
     return {
-        "a": str(a.path),
-        "b": str(b.path),
         "recipe": differences(a.read_config(), b.read_config()),
         "first_different_step": different,
         "last": {name: (_last(first, name), _last(second, name)) for name in WATCHED},
@@ -137,8 +150,8 @@ def prune_runs(place: Path, *, keep: int, really: bool) -> None:
     console.print(f"{freed / 2**20:,.1f} MiB" + ("" if really or not freed else "; add --yes to remove them"))
 
 
-def _one(path: Path) -> RunDirectory:
-    run = RunDirectory(path)
+def _one(path: str | Path) -> RunDirectory:
+    run = RunDirectory(record_of(path))
     if not run.used:
         raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
     return run

@@ -12,6 +12,7 @@ from typing import Any
 from ratchet import faults
 from ratchet.algorithms.base import AlgoState
 from ratchet.checkpoint.background import Background
+from ratchet.checkpoint.mirror import Mirror, Noted
 from ratchet.checkpoint.rundir import differences
 from ratchet.checkpoint.state import Write, load_state, putting_off, save_state
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
@@ -30,7 +31,8 @@ class Saver:
     """Writes and reads the checkpoints of one stage: every role's state, the position in the data, and what was measured.
 
     data: the files that the stage's tasks come from. A position in them means nothing in others, so their fingerprints, which
-    are taken here, are saved with it. recipe: the resolved one, which is saved so that a change of it is told.
+    are taken here, are saved with it. recipe: the resolved one, which is saved so that a change of it is told. mirror: gets
+    each as soon as it is whole.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class Saver:
         *,
         data: Sequence[Path] = (),
         recipe: Mapping[str, Any] | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.store, self.run, self.config, self.summaries, self.command = store, run, config, summaries, command
-        self.recipe = dict(recipe or {})
+        self.recipe, self.mirror = dict(recipe or {}), mirror
         self.data = {str(path): fingerprint(path) for path in data}
         self.saved = run.first_step
         self._goes_on = config.on_error == "warn"
@@ -77,17 +80,23 @@ class Saver:
             "score": self._score[1] if self._score[0] == done else None,
         }
         source = await run.batcher.source.snapshot()
+        noted = {} if self.mirror is None else self.mirror.note()
         goes_on = run.stop.status is None and not run.progress.ended and done < run.last_step
         if self.config.background and goes_on:
             write = self._copy(source)
             self._writing = done
             faults.point("checkpoint.copied")
-            self._background.begin(lambda: self.store.save(done, write, meta))
+            self._background.begin(lambda: self._store(done, write, meta, noted))
             return
         # Who is told to go on where it ends needs one.
         with self._borne(run.stop.status is None):
-            self.store.save(done, lambda directory: self._write(directory, source), meta)
+            self._store(done, lambda directory: self._write(directory, source), meta, noted)
             self.saved = done
+
+    def _store(self, done: int, write: Write, meta: Mapping[str, Any], noted: Mapping[str, Noted]) -> None:
+        self.store.save(done, write, meta)
+        if self.mirror is not None:
+            self.mirror.push(noted, beside=self.config.background)
 
     def settle(self) -> None:
         """Waits for what is written beside the training. Raises CheckpointError as `save` does."""

@@ -71,12 +71,12 @@ class Score:
         )
 
 
-def score_file(path: Path, kind: str, words: Sequence[str], *, as_json: bool, workers: int) -> None:
+def score_file(path: str | Path, kind: str, words: Sequence[str], *, as_json: bool, workers: int) -> None:
     """Writes a line of JSON for each row to stdout, or a summary. A bad row costs itself alone.
 
     Raises ConfigError or another RatchetError where the reward can't be made, DataError where the file can't be read.
     """
-    if path.is_dir():
+    if isinstance(path, Path) and path.is_dir():
         raise DataError(f"{path} is a directory: give a file of rows (a run directory holds no answers' texts)")
     reward = composed([reward_section(kind, words, workers)])
     asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
@@ -92,7 +92,7 @@ def reward_section(kind: str, words: Sequence[str], workers: int) -> Section:
     return section.model_copy(update={"workers": workers}) if sized else section
 
 
-async def _score_file(path: Path, reward: Reward, *, as_json: bool, workers: int) -> None:
+async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, workers: int) -> None:
     summary = Summary()
     async for score in scores(path, reward, workers):
         if as_json:
@@ -104,7 +104,7 @@ async def _score_file(path: Path, reward: Reward, *, as_json: bool, workers: int
         summary.show(Console())
 
 
-async def scores(path: Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
+async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
     """In the order of the rows, `workers` of them judged at once, and never more than some of the file in memory."""
     turns = asyncio.Semaphore(workers)
     waiting: deque[asyncio.Task[Score]] = deque()
@@ -122,7 +122,7 @@ async def scores(path: Path, reward: Reward, workers: int) -> AsyncIterator[Scor
 
 
 async def _score(
-    path: Path, line: int, values: Mapping[str, Any] | DataError, reward: Reward, turns: asyncio.Semaphore
+    path: str | Path, line: int, values: Mapping[str, Any] | DataError, reward: Reward, turns: asyncio.Semaphore
 ) -> Score:
     name = f"line {line}"
     if isinstance(values, DataError):

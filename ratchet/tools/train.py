@@ -24,6 +24,7 @@ from ratchet.assemble import (
     check_stages,
     start_processes,
 )
+from ratchet.checkpoint.mirror import Mirror
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.loader import load_config, plain
@@ -48,6 +49,7 @@ from ratchet.observe.waits import stalls_told
 from ratchet.run import OUT_OF_TIME, PAUSED, Run, StopRequest
 from ratchet.stage import Policy
 from ratchet.tools.metering import metering
+from ratchet.tools.places import open_run
 from ratchet.tools.profiling import profiled_stage, profiling
 from ratchet.tools.saver import Saver, files_of
 from ratchet.tools.status import answers_status
@@ -56,46 +58,60 @@ from ratchet.tools.target import ADAPTER, AVERAGE, MODEL
 log = logging.getLogger("ratchet.train")
 
 
+NOT_MIRRORED = 74  # the exit status: the run is done, and its address lacks some of it
+
+
 def start_run(
     recipe: Path,
     overrides: Sequence[str],
-    run_dir: Path | None,
+    run_dir: str | Path | None,
     *,
     command: str,
     profile: int | None = None,
     try_s: float | None = None,
 ) -> int:
-    """Trains by a recipe in a fresh directory. Returns the exit status: 0, 128 + the signal that stopped it, or
-    what `ratchet.run` names. profile: how many steps; None: none. try_s: seconds of training after which each stage ends."""
+    """Trains by a recipe in a fresh directory. run_dir: of this machine, or an address, which the run is mirrored to. Returns
+    the exit status: 0, 128 + the signal that stopped it, NOT_MIRRORED, or what `ratchet.run` names. profile: how many steps;
+    None: none. try_s: seconds of training after which each stage ends."""
     written = load_config(recipe, overrides)
     config = freeze(written)
     launched = Launched.here()
     if launched is not None and launched.rank:
         return serve_rank(launched)
-    path = run_dir or (Path(config.run_dir) if config.run_dir else _numbered(Path("runs") / config.name))
-    directory = RunDirectory(path)
+    directory, store, mirror = open_run(run_dir or config.run_dir or _numbered(Path("runs") / config.name))
+    path, place = directory.path, directory.path if mirror is None else mirror.address
+    if mirror is not None:
+        mirror.expect_nothing()
     if directory.used:
-        raise RunDirectoryError(f"{path} holds a run: continue it with --resume {path}, or choose another --run-dir")
+        raise RunDirectoryError(f"{path} holds a run: continue it with --resume {place}, or choose another --run-dir")
     known = (".", directory.plan.name)
     if path.is_dir() and any(not entry.name.startswith(known) for entry in path.iterdir()):
         raise RunDirectoryError(f"{path} holds other files: choose a --run-dir that is empty or does not exist")
     directory.expect(plain(written))
     with directory.locked():
+        if mirror is not None:
+            mirror.begin()  # before anything is written here: a store that can't be written needs another command
         directory.settle(plain(config))
-        return _run(Session(config, directory, command, profile, try_s=try_s))
+        if mirror is not None:
+            mirror.begin()
+        return _run(Session(config, directory, store, command, profile, try_s=try_s, mirror=mirror))
 
 
-def resume_run(path: Path, *, command: str, profile: int | None = None, changed_data: bool = False) -> int:
-    """Continues the run in `path` from its newest whole checkpoint. A finished run only writes its results again. changed_data:
-    also where files of its data are not what they were."""
+def resume_run(place: str | Path, *, command: str, profile: int | None = None, changed_data: bool = False) -> int:
+    """Continues the run in a directory, or at an address, from its newest whole checkpoint. A finished run only writes its
+    results again. changed_data: also where files of its data are not what they were."""
     launched = Launched.here()
     if launched is not None and launched.rank:
         return serve_rank(launched)
-    directory = RunDirectory(path)
-    if not directory.used:
-        raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
+    directory, store, mirror = open_run(place)
+    if mirror is None and not directory.used:
+        raise RunDirectoryError(f"{place} holds no run (no config.yaml): give the directory that `ratchet train` named")
     with directory.locked():
-        return _run(Session(load_config(directory.config), directory, command, profile, changed_data=changed_data))
+        if mirror is not None:
+            mirror.take_up()
+            mirror.begin()
+        config = load_config(directory.config)
+        return _run(Session(config, directory, store, command, profile, changed_data=changed_data, mirror=mirror))
 
 
 def _run(session: Session) -> int:
@@ -146,16 +162,18 @@ class Session:
         self,
         config: RunConfig,
         directory: RunDirectory,
+        store: CheckpointStore,
         command: str,
         profile: int | None = None,
         *,
         changed_data: bool = False,
         try_s: float | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.config, self.directory, self.command, self.profile = config, directory, command, profile
+        self.store, self.mirror = store, mirror
         self.changed_data, self.try_s = changed_data, try_s
         self.console = Console()
-        self.store = CheckpointStore(directory.checkpoints)
         self.summaries: list[StageSummary] = []  # of finished stages
         self.ledger = Ledger(directory.ledger)
         self.sinks = Sinks([])
@@ -169,29 +187,40 @@ class Session:
         prepare_process(self.config.threads)
         with log_to(self.directory.log, console=self.console), stops_on_signals() as stop, answers_status(self.directory):
             log.info("%s", self.command)
-            checkpoint = self.store.latest()
-            if checkpoint is not None:
-                log.info("continuing after step %d", checkpoint.step)
-                faults.point("resume.begin")
-                self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
-                self.command = checkpoint.meta["command"]  # the one that began the run reproduces it
-            else:
-                self.ledger.cut(0)
-            self.sinks = self._open_sinks(-1 if checkpoint is None else checkpoint.step)
-            kept = 0 if checkpoint is None else checkpoint.step
-            self.recorder = Recorder(self.config.record, self.directory.steps, seed=self.config.seed, keep_through=kept)
+            for note in () if self.mirror is None else self.mirror.notes:
+                log.info("%s", note)
+                self.console.print(note, markup=False, highlight=False, soft_wrap=True)
             try:
-                async with AsyncExitStack() as ends:
-                    wanted = self.directory.trace if self.config.logging.trace else None
-                    self.trace = ends.enter_context(tracing(wanted))
-                    return await self._stages(await self._policy(ends, checkpoint), stop, checkpoint)
-            except BaseException:
+                status = await self._trained(stop)
+            except BaseException as error:
                 log.info("the run ends here", exc_info=True)  # a closed terminal would take the reason with it
+                if self.mirror is not None and not isinstance(error, SecondSignal):
+                    self.mirror.finish()
                 raise
-            finally:
-                self.recorder.close()
-                self.sinks.close()
-                self.ledger.close()
+            there = self.mirror is None or self.mirror.finish()
+            return status if there else status or NOT_MIRRORED
+
+    async def _trained(self, stop: StopRequest) -> int:
+        checkpoint = self.store.latest()
+        if checkpoint is not None:
+            log.info("continuing after step %d", checkpoint.step)
+            faults.point("resume.begin")
+            self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
+            self.command = checkpoint.meta["command"]  # the one that began the run reproduces it
+        else:
+            self.ledger.cut(0)
+        kept = 0 if checkpoint is None else checkpoint.step
+        self.sinks = self._open_sinks(-1 if checkpoint is None else kept)
+        self.recorder = Recorder(self.config.record, self.directory.steps, seed=self.config.seed, keep_through=kept)
+        try:
+            async with AsyncExitStack() as ends:
+                wanted = self.directory.trace if self.config.logging.trace else None
+                self.trace = ends.enter_context(tracing(wanted))
+                return await self._stages(await self._policy(ends, checkpoint), stop, checkpoint)
+        finally:
+            self.recorder.close()
+            self.sinks.close()
+            self.ledger.close()
 
     async def _policy(self, ends: AsyncExitStack, checkpoint: Checkpoint | None) -> Policy:
         """With the processes that train it and generate. ends: closes what is opened here, whatever happens to the rest."""
@@ -216,13 +245,17 @@ class Session:
             if stop.status is not None:
                 why = "Paused by a sentinel (run.log says why)" if stop.status == PAUSED else "Stopped"
                 saved = why if self.store.steps() else "Stopped before the first step, so it begins anew"
-                path = self.directory.path
-                self.console.print(f"{saved}. Continue with: ratchet train --resume {path}", markup=False)
+                self.console.print(f"{saved}. Continue with: ratchet train --resume {self.place}", markup=False)
                 return stop.status
             checkpoint = None  # the stages after it start from the model in memory
         assert trained is not None, "every checkpoint is of a stage: there is one to finish"
         self._finish(policy, trained)
         return 0
+
+    @property
+    def place(self) -> str | Path:
+        """What the run is called by."""
+        return self.directory.path if self.mirror is None else self.mirror.address
 
     def _open_sinks(self, keep_through: int) -> Sinks:
         sinks: list[Sink] = [JsonlSink(self.directory.metrics, keep_through=keep_through)]
@@ -248,7 +281,7 @@ class Session:
         run.limit_s = self.try_s
         run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
         files, recipe = files_of(stage.environment), plain(self.config)
-        saver = Saver(self.store, run, policies, self.summaries, self.command, data=files, recipe=recipe)
+        saver = Saver(self.store, run, policies, self.summaries, self.command, data=files, recipe=recipe, mirror=self.mirror)
         run.evaluations = self.directory.evals / stage.name
         run.save, run.recorder = saver.save, self.recorder
         if checkpoint is not None:
@@ -334,10 +367,10 @@ class Session:
         summary.write(self.directory.summary)
         faults.point("finish.summary")
         self.console.print(summary.table())
-        rows = [("run", self.directory.path), *models, ("summary", self.directory.summary)]
+        rows: list[tuple[str, str | Path]] = [("run", self.place), *models, ("summary", self.directory.summary)]
         if config.stages[-1].lora is not None:
             rows.insert(-1, ("adapter", self.directory.path / ADAPTER))
-            trained.export(rows[-2][1], part="adapter")
+            trained.export(self.directory.path / ADAPTER, part="adapter")
         if write_curve(self.directory.metrics, self.directory.curve):
             rows.append(("curve", self.directory.curve))
         for name, path in rows:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed import checkpoint
 
-from ratchet.checkpoint.store import MEGATRON
+from ratchet.checkpoint.manifest import MEGATRON
 from ratchet.errors import CheckpointError
 from ratchet.learners.pace import Pace
 from ratchet.models.adapters import check_base

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ratchet.errors import RunDirectoryError
 from ratchet.observe.files import replace_text
+from ratchet.stores import is_address
+from ratchet.tools.places import record_of
 from ratchet.tools.report.page import report_page
 from ratchet.tools.report.runs import named
 
@@ -14,12 +16,14 @@ FILE = "report.html"
 MOST_TOKENS = 2**18  # of a run, that have their numbers in the file: some megabytes
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None, *, rollouts: int) -> Path:
-    """Writes the runs as one HTML file, and returns where: by default into the first run. rollouts: of each run, so many have
+def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollouts: int) -> Path:
+    """Writes the runs as one HTML file, and returns where: by default into the first run, or here where that has an address.
+    rollouts: of each run, so many have
     their texts in the file. Raises RunDirectoryError for what is no run, or where the file can't be written; DataError for a
     record that can't be read."""
+    paths = [record_of(place) for place in places]
     page = report_page(named(paths), rollouts=rollouts, tokens=MOST_TOKENS)
-    out = out or paths[0] / FILE
+    out = out or (Path(FILE) if is_address(places[0]) else paths[0] / FILE)
     try:
         replace_text(out, page)
     except OSError as error:
