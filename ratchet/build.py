@@ -16,6 +16,7 @@ from ratchet.evals.pairs import PairEvaluator
 from ratchet.evals.patience import Patience
 from ratchet.evals.scores import ScoreEvaluator
 from ratchet.experience.batcher import Batcher
+from ratchet.experience.concurrency import Concurrency
 from ratchet.experience.curriculum import Curriculum
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
@@ -27,9 +28,10 @@ from ratchet.experience.prefetch import Prefetch, teaches
 from ratchet.experience.probes import Probes
 from ratchet.experience.proxy.agents import Agent
 from ratchet.experience.replay import Replay
-from ratchet.experience.scheduler import GenerateScheduler
+from ratchet.experience.scheduler import GenerateScheduler, at_once
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts, StreamSource
+from ratchet.experience.tails import Cuttable, TailBatching
 from ratchet.experience.tasks import TaskStream
 from ratchet.generation import link_of
 from ratchet.interfaces import Learner, Measures, OffersTools, Reward, Source
@@ -71,7 +73,7 @@ def make_run(
     if plan.colocated:
         roles, generator, link = take_turns(roles, policy.generator, link)
         policy = replace(policy, generator=generator)
-    playing = replace(policy, generator=Interruptible(policy.generator)) if plan.rollouts.prefetches else policy
+    playing = _around_generator(policy, plan.rollouts)
     needed = algorithm.reads_reward
     manager = make_manager(playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed)
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
@@ -103,12 +105,12 @@ def make_run(
 def _scheduled(rollouts: Rollouts, playing: Policy, arena: Arena, plan: Plan, *, last_step: int) -> Source:
     """playing: the policy whose generator attempts ask. It must rest while the learner changes tensors that both read."""
     settings, source = plan.rollouts, rollouts
+    if isinstance(playing.generator, Cuttable):
+        source = TailBatching(rollouts, playing.generator, more=settings.tail_batching, last_step=last_step)
     if isinstance(playing.generator, Interruptible):
         source = Prefetch(
             rollouts,
-            GenerateScheduler(
-                per_step=plan.batch_size, max_staleness=settings.max_staleness, last_step=last_step, order=settings.order
-            ),
+            _scheduler(settings, plan.batch_size, last_step),
             playing.generator,
             rests=playing.ranks is None and getattr(playing.generator, "shares_weights", False),
             replayable=arena.environment.replayable and arena.agent is None,
@@ -118,6 +120,23 @@ def _scheduled(rollouts: Rollouts, playing: Policy, arena: Arena, plan: Plan, *,
     if settings.replay is not None:
         source = Replay(source, settings.replay, ledger=rollouts.ledger, seed=seed_for(plan.seed, plan.name, "replay"))
     return source
+
+
+def _around_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
+    """With what attempts ask in place of its generator."""
+    if settings.prefetches:
+        return replace(policy, generator=Interruptible(policy.generator))
+    return replace(policy, generator=Cuttable(policy.generator)) if settings.tail_batching else policy
+
+
+def _scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> GenerateScheduler:
+    adaptive, concurrency, bound = settings.adaptive, None, settings.max_staleness
+    if adaptive is not None:
+        most = at_once(per_step, bound)
+        concurrency = Concurrency(per_step=per_step, most=most, staleness=adaptive.staleness, mismatch=adaptive.mismatch)
+    return GenerateScheduler(
+        per_step=per_step, max_staleness=bound, last_step=last_step, order=settings.order, concurrency=concurrency
+    )
 
 
 def _trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, float]:

@@ -291,6 +291,15 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class Adapts(Protocol):
+    """A source that goes by how its groups did."""
+
+    def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
+        """After the step that trained on them. measured: means over its optimizer steps, under the names of the metrics."""
+        ...
+
+
+@runtime_checkable
 class Link(Protocol):
     """Moves weights from a learner to a generator."""
 

@@ -208,6 +208,7 @@ class Run:
             self.recorder.add(step + 1, self.name, groups, batch, self.algorithm.token_weights, trained)
         seconds, processor_s = time.monotonic() - self._step_started, time.process_time() - self._processor_started
         numbers = measure_groups(groups) | measure_staleness(groups, step) | self.batcher.measure(groups)
+        self.batcher.adapt(groups, step, self.measured)
         if self.environment_numbers is not None:
             new = [group for group in groups if not group.uses]
             numbers |= {f"environment/{name}": value for name, value in self.environment_numbers(new).items()}

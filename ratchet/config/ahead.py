@@ -9,7 +9,15 @@ from ratchet.config.conflict import Conflict, clash
 from ratchet.config.experience import RolloutsConfig
 from ratchet.config.schema import RunConfig, StageConfig
 
-KEYS = ("redundant_attempts", "redundant_groups", "max_staleness", "dynamic_sampling", "replay")
+KEYS = (
+    "redundant_attempts",
+    "redundant_groups",
+    "max_staleness",
+    "adaptive",
+    "tail_batching",
+    "dynamic_sampling",
+    "replay",
+)
 
 
 def _draws(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -56,6 +64,59 @@ def _ahead(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _tails(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    rollouts = stage.rollouts
+    if not rollouts.tail_batching:
+        return
+    reasons = {
+        "max_staleness": "does not wait for the slowest either, with rollouts.order=ready",
+        "dynamic_sampling": "takes every group that was begun, or replaces it for good",
+        "redundant_groups": "begins more groups too, and lets the slow ones race again with each step",
+        "redundant_attempts": "leaves long attempts out for good, which this is there to avoid",
+    }
+    for key, reason in reasons.items():
+        if getattr(rollouts, key):
+            yield clash(
+                f"rollouts.tail_batching gives slow groups steps of their own, and rollouts.{key} {reason}: remove one of both",
+                "rollouts.tail_batching",
+                f"rollouts.{key}",
+            )
+
+
+def _adaptive(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    rollouts, adaptive = stage.rollouts, stage.rollouts.adaptive
+    if adaptive is None or stage.source not in ("rollouts", None):
+        return
+    if not rollouts.max_staleness:
+        yield clash(
+            "rollouts.adaptive chooses how many groups are under way beside those of a step, and rollouts.max_staleness=0 "
+            "allows none: set it to 1 or more",
+            "rollouts.adaptive",
+            "rollouts.max_staleness",
+        )
+    elif adaptive.staleness is not None and adaptive.staleness >= rollouts.max_staleness:
+        yield clash(
+            f"rollouts.adaptive.staleness={adaptive.staleness:g} is never exceeded under "
+            f"rollouts.max_staleness={rollouts.max_staleness:g}: lower it, or raise that",
+            "rollouts.adaptive.staleness",
+            "rollouts.max_staleness",
+        )
+    if adaptive.mismatch is not None and getattr(stage.algorithm, "correction", None) is None:
+        yield clash(
+            "rollouts.adaptive.mismatch is measured by the rollout correction, and there is none: set algorithm.correction: "
+            "{}, where it has one, or adaptive.staleness in its place",
+            "rollouts.adaptive.mismatch",
+            "algorithm.correction",
+        )
+    if adaptive.mismatch is not None and rollouts.replay is not None:
+        yield clash(
+            "rollouts.adaptive.mismatch would count groups of rollouts.replay, which are old however few are under way: set "
+            "adaptive.staleness in its place, which is of new groups alone",
+            "rollouts.adaptive.mismatch",
+            "rollouts.replay",
+        )
+
+
 def _replaced(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     rollouts = stage.rollouts
     if rollouts.dynamic_sampling and stage.source == "rollouts" and stage.attempts < 2:
@@ -71,4 +132,4 @@ def _replaced(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-AHEAD_CHECKS = (_draws, _ahead, _replaced)
+AHEAD_CHECKS = (_draws, _ahead, _tails, _adaptive, _replaced)

@@ -39,6 +39,24 @@ class ReplayConfig(Section):
         return self
 
 
+class AdaptiveConfig(Section):
+    """How many groups are under way, between a step's and what max_staleness allows: more where the learner waits, fewer where
+    one of these is exceeded."""
+
+    staleness: float | None = Field(
+        default=None, gt=0, description="Versions by which tokens may be older, in the mean, than what they train; null: any."
+    )
+    mismatch: float | None = Field(
+        default=None, gt=0, description="KL from sampler to learner, nats a token (batch/correction/kl); null: any."
+    )
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> AdaptiveConfig:
+        if self.staleness is None and self.mismatch is None:
+            raise ValueError("neither staleness nor mismatch is to be held: set one of them, or remove adaptive")
+        return self
+
+
 class RolloutsConfig(Section):
     """How attempts are played, and what may go wrong. Which redundant ones are first depends on timing: a run that has any does
     not repeat bit by bit."""
@@ -64,6 +82,15 @@ class RolloutsConfig(Section):
         default="issued",
         description="Which groups a step takes where several steps' are under way: the oldest, or the first that are ready, "
         "as long as none becomes too old.",
+    )
+    adaptive: AdaptiveConfig | None = Field(
+        default=None, description="Holds mean staleness or mismatch at a target; null: always as many as max_staleness allows."
+    )
+    tail_batching: int = Field(
+        default=0,
+        ge=0,
+        description="More groups a step; the first to end are kept, the others come together in steps of their own "
+        "(arXiv:2509.21009).",
     )
     dynamic_sampling: bool = Field(
         default=False, description="Groups whose rewards are all equal are replaced by others (DAPO, arXiv:2503.14476)."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ratchet.errors import TrainingError
-from ratchet.interfaces import Measures, Source
+from ratchet.interfaces import Adapts, Measures, Source
 from ratchet.types import Failed, Group
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,11 @@ class Batcher:
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
         return dict(self.source.measure(groups)) if isinstance(self.source, Measures) else {}
+
+    def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
+        """Tells the source how the step went."""
+        if isinstance(self.source, Adapts):
+            self.source.adapt(groups, step, measured)
 
     def _report(self, step: int, failures: Sequence[Failed], attempts: int) -> None:
         recent = [failure for failed, _ in self._recent for failure in failed]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ratchet import faults
 from ratchet.errors import CheckpointError
 
-Event = Literal["issued", "ready", "trained", "replayed", "filtered", "again"]
+Event = Literal["issued", "ready", "trained", "replayed", "filtered", "again", "deferred"]
 ENDS = ("trained", "filtered")
 
 
@@ -66,8 +66,8 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def faults_of(lines: Iterator[dict[str, Any]], *, max_staleness: int, max_age: int = 0) -> list[str]:
-    """What a ledger must not say: a prompt trained on twice, or without having been issued; weights too old. Trained on again
-    by `replay` is no fault, once it was trained on, and within `max_age`."""
+    """What a ledger must not say: a prompt trained on twice, or without having been issued (since it was deferred, where it
+    was); weights too old. Trained on again by `replay` is no fault, once it was trained on, and within `max_age`."""
     issued: dict[str, int] = {}
     ends: Counter[str] = Counter()
     found = []
@@ -75,6 +75,8 @@ def faults_of(lines: Iterator[dict[str, Any]], *, max_staleness: int, max_age: i
         name = line["id"]
         if line["event"] == "issued":
             issued[name] = line["version"]
+        elif line["event"] == "deferred":
+            issued.pop(name, None)
         elif line["event"] == "replayed":
             if not ends[name]:
                 found.append(f"{name} was replayed before it was trained on")

@@ -173,9 +173,15 @@ class RolloutManager:
             return [Failed("reward", str(failure))] * len(candidates)
 
 
-async def first(coroutines: Sequence[Coroutine[Any, Any, T]], n: int, *, well: Callable[[T], bool] = lambda _: True) -> list[T]:
+async def first(
+    coroutines: Sequence[Coroutine[Any, Any, T]],
+    n: int,
+    *,
+    well: Callable[[T], bool] = lambda _: True,
+    parting: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> list[T]:
     """Results of the first `n` that end as `well` likes, and of those that ended otherwise by then, in the order given; the
-    others are cancelled."""
+    others are cancelled, after `parting`."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     pending = set(tasks)
     try:
@@ -186,7 +192,10 @@ async def first(coroutines: Sequence[Coroutine[Any, Any, T]], n: int, *, well: C
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             good = [task for task in tasks if task.done() and well(task.result())]
         surplus = good[n:]
-        return [task.result() for task in tasks if task.done() and task not in surplus]
+        chosen = [task.result() for task in tasks if task.done() and task not in surplus]
+        if parting is not None:
+            await parting()
+        return chosen
     finally:
         # Asking a task for its exception also tells asyncio that somebody has looked at it.
         left = [task for task in tasks if not task.done() or task.cancelled() or task.exception()]

@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.experience.interruption import CURRENT, Interruptible
+from ratchet.experience.measure import measure_staleness
 from ratchet.experience.scheduler import GenerateScheduler, Issue
 from ratchet.experience.sources import Rollouts
 from ratchet.experience.stored import restored, stored
 from ratchet.types import Group
+
+MISMATCH = "batch/correction/kl"  # the metric that `Concurrency` holds a target of
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +55,13 @@ class Prefetch:
         self._anew: list[Issue] = []  # whose attempts begin with the next draw
         self._changed = asyncio.Event()
         self._version = 0
+        self._waited = False  # whether the latest draw had to
         self._tried = 0  # groups that taught nothing, since the last step
 
     async def draw(self, n: int, version: int) -> list[Group]:
         """Raises what broke an attempt that is nobody's fault."""
         assert n == self.scheduler.per_step, "a step takes as many groups as the scheduler was told"
-        self._version, self._tried = version, 0
+        self._version, self._tried, self._waited = version, 0, False
         if self.rests:
             await self.generator.inner.resume()
         self.generator.open()
@@ -66,6 +70,7 @@ class Prefetch:
         self._anew = []
         self._begin(self.scheduler.room(version))
         while (chosen := self.scheduler.choose(version)) is None:
+            self._waited = True
             self._changed.clear()
             await self._changed.wait()
             self._raise_failures()
@@ -80,7 +85,16 @@ class Prefetch:
         self.source.nack(ids, reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        return self.source.measure(groups)
+        numbers, concurrency = self.source.measure(groups), self.scheduler.concurrency
+        if concurrency is None:
+            return numbers
+        return {**numbers, "adaptive/groups": float(concurrency.groups), "adaptive/waited": float(self._waited)}
+
+    def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
+        """Makes more or fewer groups be under way from the next draw on."""
+        if self.scheduler.concurrency is not None:
+            staleness = measure_staleness(groups, step).get("staleness_mean", 0.0)
+            self.scheduler.concurrency.heed(waited=self._waited, staleness=staleness, mismatch=measured.get(MISMATCH))
 
     async def snapshot(self) -> Mapping[str, Any]:
         """Interrupts what is under way; the next draw lets it go on."""
@@ -90,6 +104,7 @@ class Prefetch:
             "source": await self.source.snapshot(),
             "issues": [self._stored(issue) for issue in self.scheduler.issues],
             "arrived": [issue.id for issue in self.scheduler.arrived],
+            "level": None if self.scheduler.concurrency is None else self.scheduler.concurrency.level,
         }
 
     def _stored(self, issue: Issue) -> dict[str, Any]:
@@ -112,6 +127,8 @@ class Prefetch:
                 issue.group = Group(issue.id, issue.task, restored(one["ready"]))
         named = {issue.id: issue for issue in self.scheduler.issues}
         self.scheduler.arrived = [named[name] for name in state["arrived"]]
+        if self.scheduler.concurrency is not None and state["level"] is not None:
+            self.scheduler.concurrency.level = state["level"]
         if not self.replayable:
             if under_way:
                 log.warning("%d groups begin anew: what their environment did can't be done again", len(under_way))

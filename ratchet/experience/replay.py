@@ -15,7 +15,7 @@ from ratchet.config.experience import ReplayConfig
 from ratchet.experience.ledger import Ledger
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.stored import restored, stored
-from ratchet.interfaces import Closeable, Measures, Source
+from ratchet.interfaces import Adapts, Closeable, Measures, Source
 from ratchet.types import Group
 
 
@@ -73,6 +73,11 @@ class Replay:
         again = [group.uses for group in groups if group.uses]
         own = {"replay/share": len(again) / len(groups), "replay/kept": float(len(self._kept))}
         return {**numbers, **own, **({"replay/uses_mean": fmean(again)} if again else {})}
+
+    def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
+        """Those that are replayed are old whatever the source does."""
+        if isinstance(self.source, Adapts):
+            self.source.adapt([group for group in groups if not group.uses], step, measured)
 
     async def snapshot(self) -> Mapping[str, Any]:
         kept = [

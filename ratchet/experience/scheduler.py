@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ratchet.experience.concurrency import Concurrency
 from ratchet.types import Completion, Group, Task
 
 Order = Literal["issued", "ready"]
@@ -33,20 +34,31 @@ class Issue:
 class GenerateScheduler:
     """per_step: groups of a step. last_step: the first step that is none.
 
+    concurrency: how many groups may be under way; None: as many as the bound allows.
+
     order: "issued", a step takes the oldest, and waits for them; "ready", those that are ready first, as long as all others can
     still be in time. Nothing is left out for being long: it is only taken later, within the bound.
     """
 
-    def __init__(self, *, per_step: int, max_staleness: float, last_step: int, order: Order = "issued") -> None:
+    def __init__(
+        self,
+        *,
+        per_step: int,
+        max_staleness: float,
+        last_step: int,
+        order: Order = "issued",
+        concurrency: Concurrency | None = None,
+    ) -> None:
         self.per_step, self.max_staleness, self.last_step, self.order = per_step, math.ceil(max_staleness), last_step, order
-        self.at_once = per_step + round(max_staleness * per_step)
+        self.at_once, self.concurrency = at_once(per_step, max_staleness), concurrency
         self.issues: list[Issue] = []  # under way or ready, in their order
         self.arrived: list[Issue] = []  # ready, in the order in which they became so
         self.count = 0
 
     def room(self, step: int) -> int:
         """Groups that may begin at the weights of this step, before it trains."""
-        return max(0, min(self.at_once, (self.last_step - step) * self.per_step) - len(self.issues))
+        allowed = self.at_once if self.concurrency is None else min(self.at_once, self.concurrency.groups)
+        return max(0, min(allowed, (self.last_step - step) * self.per_step) - len(self.issues))
 
     def begin(self, version: int, name: str, task: Task) -> Issue:
         issue = Issue(self.count, version, name, task)
@@ -88,6 +100,11 @@ class GenerateScheduler:
                 return None
         _fill(chosen, self.arrived, self.per_step)
         return chosen if len(chosen) == self.per_step else None
+
+
+def at_once(per_step: int, max_staleness: float) -> int:
+    """Groups that the bound on staleness allows to be under way or ready."""
+    return per_step + round(max_staleness * per_step)
 
 
 def _fill(chosen: list[Issue], candidates: Sequence[Issue], count: int) -> None:

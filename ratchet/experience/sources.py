@@ -111,23 +111,26 @@ class Rollouts(StreamSource):
 
     async def draw(self, n: int, version: int) -> list[Group]:
         jobs = self.take(n + self.redundant_groups, version)
-        groups = await self._first(jobs, n)
+        groups = self.observed(await self.play(jobs, n))
         ready = {group.id for group in groups}
         self.nack([name for name, _ in jobs if name not in ready], "redundant")
         return groups
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return await self._first(jobs, len(jobs))
+        return self.observed(await self.play(jobs, len(jobs)))
 
-    async def _first(self, jobs: Sequence[tuple[str, Task]], n: int) -> list[Group]:
-        groups = await self.manager.groups(
+    async def play(self, jobs: Sequence[tuple[str, Task]], wanted: int) -> list[Group]:
+        """The first so many that are ready, which the stream has not seen yet."""
+        return await self.manager.groups(
             jobs,
             self.sampling,
             attempts=self.group_size,
             greedy=self.greedy_baseline,
             redundant=self.redundant_attempts,
-            wanted=n,
+            wanted=wanted,
         )
+
+    def observed(self, groups: list[Group]) -> list[Group]:
         for group in groups:
             self.stream.observe(group)
         return groups

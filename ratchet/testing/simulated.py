@@ -9,6 +9,8 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
@@ -18,11 +20,12 @@ from ratchet.experience.scheduler import GenerateScheduler, Issue
 from ratchet.interfaces import LossTerm
 from ratchet.learners.around import Around
 from ratchet.testing.fakes import FakeGenerator
-from ratchet.types import Completion, Group, Placed, Sampling, Task
+from ratchet.types import Completion, Group, Placed, Sampling, StopReason, Task
 
 
 class SlowGenerator(FakeGenerator):
-    """A request takes seconds drawn from its seed, log-normal, and gives one token, which ends it where one can."""
+    """A request takes seconds drawn from its seed, log-normal, and gives one token, which ends it where one can; none where it
+    is aborted before."""
 
     class Config(Section):
         mean_s: float = Field(0.4, gt=0, description="Mean seconds of a request.")
@@ -31,12 +34,25 @@ class SlowGenerator(FakeGenerator):
 
     def __init__(self, config: Any, *_: Any) -> None:
         super().__init__(lambda tokens, sampling: sampling.stop_ids[:1] or [0])
-        self.config, self._slots = config, asyncio.Semaphore(config.slots)
+        self.config, self._slots, self._aborted = config, asyncio.Semaphore(config.slots), asyncio.Event()
 
     async def generate(self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()) -> Completion:
+        aborted = self._aborted
         async with self._slots:
-            await asyncio.sleep(seconds_of(sampling.seed, self.config.mean_s, self.config.sigma))
-        return await super().generate(tokens, sampling, media)
+            with suppress(TimeoutError):
+                seconds = seconds_of(sampling.seed, self.config.mean_s, self.config.sigma)
+                await asyncio.wait_for(aborted.wait(), seconds)
+        done = await super().generate(tokens, sampling, media)
+        return _without_tokens(done) if aborted.is_set() else done
+
+    def abort(self) -> None:
+        aborted, self._aborted = self._aborted, asyncio.Event()
+        aborted.set()
+
+
+def _without_tokens(done: Completion) -> Completion:
+    none = {name: getattr(done, name)[:0] for name in ("tokens", "logprobs", "log_kept_mass", "versions")}
+    return replace(done, stop=StopReason.ABORTED, **none)
 
 
 def seconds_of(seed: int, mean_s: float, sigma: float) -> float:

@@ -23,6 +23,21 @@ WRONG = {
     "rollouts={dynamic_sampling: true} algorithm={kind: remax}": "algorithm.group_size=1: raise it, or remove this",
     "rollouts={max_staleness: 1} cluster={kind: local, colocated: true} learner={kind: dtensor} generator={kind: vllm}": "work "
     "by turns, so nothing is drawn ahead: set rollouts.max_staleness=0",
+    "rollouts={tail_batching: 2, max_staleness: 1}": "rollouts.tail_batching gives slow groups steps of their own, and "
+    "rollouts.max_staleness does not wait for the slowest either, with rollouts.order=ready: remove one of both",
+    "rollouts={tail_batching: 2, dynamic_sampling: true}": "rollouts.dynamic_sampling takes every group that was begun",
+    "rollouts={tail_batching: 2, redundant_groups: 1}": "rollouts.redundant_groups begins more groups too",
+    "rollouts={tail_batching: 2, redundant_attempts: 1}": "rollouts.redundant_attempts leaves long attempts out for good",
+    "rollouts={tail_batching: 2} algorithm={kind: sft}": "rollouts.tail_batching=2 is of attempts, and algorithm sft draws",
+    "rollouts.adaptive={staleness: 1}": "rollouts.max_staleness=0 allows none: set it to 1 or more",
+    "rollouts={max_staleness: 1, adaptive: {}}": "neither staleness nor mismatch is to be held: set one of them",
+    "rollouts={max_staleness: 2, adaptive: {staleness: 2}}": "rollouts.adaptive.staleness=2 is never exceeded under "
+    "rollouts.max_staleness=2: lower it, or raise that",
+    "rollouts={max_staleness: 2, adaptive: {mismatch: 0.1}}": "measured by the rollout correction, and there is none",
+    "rollouts={max_staleness: 2, adaptive: {mismatch: 0.1}, replay: {}} algorithm={kind: decoupled_ppo}": "would count groups "
+    "of rollouts.replay, which are old however few are under way: set adaptive.staleness in its place",
+    "rollouts={max_staleness: 2, adaptive: {staleness: 0}}": "rollouts.adaptive.staleness",
+    "rollouts={max_staleness: 2, adaptive: {staleness: 1}} algorithm={kind: sft}": "is of attempts, and algorithm sft draws",
     "rollouts={max_staleness: -1}": "rollouts.max_staleness",
     "rollouts.replay={}": "algorithm grpo does not weigh it by how likely it is now: set algorithm.correction: {weight: token}",
     "rollouts.replay={} algorithm={kind: grpo, correction: {weight: none, mask: token}}": "does not weigh it by how likely",
@@ -48,7 +63,15 @@ def test_what_cannot_be_is_refused(overrides, tmp_path):
     assert WRONG[overrides] in str(caught.value)
 
 
-def test_what_can_be_is_read(tmp_path):
+@pytest.mark.parametrize(
+    ("rollouts", "prefetches"),
+    [
+        ("{max_staleness: 2, order: ready, dynamic_sampling: true, redundant_attempts: 1}", True),
+        ("{max_staleness: 2, adaptive: {staleness: 1, mismatch: 0.02}}", True),
+        ("{tail_batching: 2, replay: {}}", False),
+    ],
+)
+def test_what_can_be_is_read(rollouts, prefetches, tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text(RECIPE + "rollouts: {max_staleness: 2, order: ready, dynamic_sampling: true, redundant_attempts: 1}\n")
-    assert load_config(path).stages[0].rollouts.prefetches
+    path.write_text(RECIPE.replace("grpo", "decoupled_ppo") + f"rollouts: {rollouts}\n")
+    assert load_config(path).stages[0].rollouts.prefetches == prefetches

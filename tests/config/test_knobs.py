@@ -61,6 +61,7 @@ FIRST = {
             "name": "b", "algorithm": {"kind": "grpo", "group_size": 2}, "environment": {"kind": "countdown"},
             "sentinels": {"canaries": {"kind": "sorting"}, "every": 1},
             "examples": 4, "curriculum": {"difficulty": "target", "opens_by": 1},
+            "rollouts": {"max_staleness": 1, "adaptive": {"staleness": 0.5}},
         },
         {
             "name": "c", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}, "optimizer": {"kind": "muon"},
@@ -318,6 +319,8 @@ GRPO_KNOBS = [
     ("examples", 1, None, "tokens", {}),
     ("batch_size", 3, 6, "tokens", {}),
     ("rollouts__max_replaced", 1, 3, "tokens", {"rollouts__dynamic_sampling": True, "rewards": SELDOM}),
+    ("rollouts__tail_batching", 0, 2, "tokens", {"sampling__max_new_tokens": 60, "sampling__stop": ["1"]}),
+    ("rollouts__adaptive", None, {"staleness": 0.5}, "tokens", {"rollouts__max_staleness": 1}),
     ("rollouts__replay", None, {"groups": 2}, "weights", {"algorithm__correction": {}}),
     ("curriculum", None, {"prefer": "hard"}, "tokens", {"examples": 8}),
     ("steps", 1, 2, "steps", {}),

@@ -51,6 +51,17 @@ def test_what_must_not_be_is_found(tmp_path):
     ]
 
 
+def test_what_was_deferred_must_be_issued_again(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.note("issued", ["s/0", "s/1"], version=0)
+    ledger.note("deferred", ["s/0", "s/1"], step=0)
+    ledger.note("issued", ["s/0"], version=3)
+    ledger.note("trained", ["s/0", "s/1"], step=3)
+    ledger.close()
+    assert faults_of(read_ledger(path), max_staleness=0) == ["s/1 was trained and never issued"]
+
+
 def test_replayed_is_no_end_and_has_a_bound_of_its_own(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)

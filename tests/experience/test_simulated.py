@@ -8,14 +8,16 @@ from statistics import fmean
 
 import pytest
 
+from ratchet.experience.concurrency import Concurrency
 from ratchet.experience.interruption import Interruptible
 from ratchet.experience.ledger import Ledger, faults_of, read_ledger
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.measure import mean_length
 from ratchet.experience.prefetch import Prefetch
-from ratchet.experience.scheduler import GenerateScheduler
+from ratchet.experience.scheduler import GenerateScheduler, at_once
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources import Rollouts
+from ratchet.experience.tails import Cuttable, TailBatching
 from ratchet.experience.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
@@ -51,13 +53,16 @@ async def run(
     redundant=0,
     sigma=1.0,
     redundant_groups=0,
+    tails=0,
+    targets=None,
+    player=Asks,
     environment=FakeEnvironment,
     **filters,
 ):
     """(seconds of each step, the groups of each). sigma: 1 has a tail so heavy that of 32 requests the slowest takes 5 s."""
     generator = SlowGenerator(SlowGenerator.Config(mean_s=MEAN_S, sigma=sigma, slots=slots))
-    asked = Interruptible(generator)
-    manager = RolloutManager(Asks(asked, sigma), environment, None, needs_reward=False)
+    asked = Cuttable(generator) if tails else Interruptible(generator)
+    manager = RolloutManager(player(asked, sigma), environment, None, needs_reward=False)
     source = Rollouts(
         TaskStream(environment(), seed=0),
         "sim",
@@ -69,14 +74,24 @@ async def run(
         redundant_groups=redundant_groups,
     )
     source.ledger = Ledger(path)
-    scheduler = GenerateScheduler(per_step=BATCH, max_staleness=max_staleness, last_step=steps, order=order)
-    ahead = source if redundant_groups else Prefetch(source, scheduler, asked, rests=False, replayable=True, **filters)
+    most = at_once(BATCH, max_staleness)
+    concurrency = None if targets is None else Concurrency(per_step=BATCH, most=most, **targets)
+    bounds = {"per_step": BATCH, "max_staleness": max_staleness, "last_step": steps}
+    if tails:
+        ahead = TailBatching(source, asked, more=tails, last_step=steps)
+    elif redundant_groups:
+        ahead = source
+    else:
+        scheduler = GenerateScheduler(**bounds, order=order, concurrency=concurrency)
+        ahead = Prefetch(source, scheduler, asked, rests=False, replayable=True, **filters)
     clock, seconds, groups = asyncio.get_running_loop().time, [], []
     for step in range(steps):
         begun = clock()
         groups.append(await ahead.draw(BATCH, step))
         await asyncio.sleep(update_s)
         ahead.ack([group.id for group in groups[-1]], step)
+        if targets is not None:
+            ahead.adapt(groups[-1], step, {})
         await generator.commit(step + 1)
         seconds.append(clock() - begun)
     if isinstance(ahead, Prefetch):
@@ -225,6 +240,42 @@ def test_redundant_groups_leave_out_no_more_than_so_many():
     assert len(trained) == steps * BATCH
     assert len(set(range(steps * BATCH + redundant)) - trained) == redundant
     assert fmean(seconds_in(group for step in taken for group in step)) > 0.9 * MEAN_S
+
+
+def seconds_begun(groups):
+    """Of the attempts of the first so many groups, whether they were trained on or not."""
+    return [
+        seconds_of(seed_for(0, f"sim/{group}", attempt), MEAN_S, 1.0) for group in range(groups) for attempt in range(ATTEMPTS)
+    ]
+
+
+@pytest.mark.parametrize("more", [2, 4])
+def test_tail_batching_waits_seldom_and_leaves_nothing_out(more, tmp_path):
+    """With slots for all attempts of a step it takes as long as its longest. Training sees the very attempts that it sees where
+    each step waits for them. Redundant groups gain less, as the slowest of all soon fill the places that are to spare, and are
+    never seen."""
+    steps, path = 30, tmp_path / "ledger.jsonl"
+    options = {"plain": {}, "tails": {"tails": more, "path": path}, "redundant": {"redundant_groups": more}}
+    found = {name: simulate(run(steps, 0.2, slots=(BATCH + more) * ATTEMPTS, **own)) for name, own in options.items()}
+    plain_s, tails_s, redundant_s = (sum(seconds) for seconds, _ in found.values())
+    assert plain_s > 1.25 * tails_s
+    assert redundant_s > 1.1 * tails_s
+    trained = {name: sorted(seconds_in(group for step in taken for group in step)) for name, (_, taken) in found.items()}
+    assert trained["tails"] == trained["plain"] == sorted(seconds_begun(steps * BATCH))
+    assert fmean(trained["redundant"]) < 0.98 * fmean(seconds_begun(steps * BATCH + more))
+    assert_deferred_once(path, steps)
+
+
+def assert_deferred_once(path, steps):
+    """At most; and each prompt was trained on once, and issued once more than it was deferred."""
+    lines = list(read_ledger(path))
+    assert not faults_of(iter(lines), max_staleness=0)
+    issued, deferred, trained = (
+        Counter(line["id"] for line in lines if line["event"] == event) for event in ("issued", "deferred", "trained")
+    )
+    assert set(trained) == {f"sim/{number}" for number in range(steps * BATCH)}
+    assert set(trained.values()) == set(deferred.values()) == {1}
+    assert issued == trained + deferred
 
 
 def test_no_more_groups_are_replaced_than_max_replaced_says(tmp_path):

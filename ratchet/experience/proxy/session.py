@@ -12,6 +12,7 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -78,6 +79,7 @@ class Session:
         self._asked: Counter[bytes] = Counter()
         self._running: set[asyncio.Task[Completion]] = set()
         self._malformed = 0
+        self._context = copy_context()
         self._offered_tools = False
 
     async def answer(self, request: Request) -> Answer:
@@ -208,7 +210,9 @@ class Session:
     async def _sampled(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
         if self.ended.done():
             raise ApiError(401, "the session has ended", code="session_ended")
-        task = asyncio.ensure_future(self.generator.generate(prompt, sampling))
+        # In the attempt's context, not the server's: the generator may want to know whose request it is.
+        asked = self.generator.generate(prompt, sampling)
+        task = asyncio.get_running_loop().create_task(asked, context=self._context)
         self._running.add(task)
         try:
             with waiting("agents", GENERATE, "generator", None):

@@ -1,6 +1,7 @@
 """Which trajectories requests make: extended, forked, begun anew."""
 
 import asyncio
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from experience.proxy.talk import RENDERER, TEMPLATE, TOOLS, Scripted, converse,
 
 from ratchet.data.builtin_tokenizers import byte_tokenizer
 from ratchet.data.renderer import Renderer
+from ratchet.experience.proxy.server import Proxy
 from ratchet.types import Owner
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -46,6 +48,28 @@ def test_a_history_that_was_edited_begins_a_trajectory_from_its_prompt():
     assert shown(two) == [("<user>hi<assistant>A<eos><user>on<assistant>", "b<eos>")]
     assert (one.metrics["forks"], two.metrics["turns"]) == (1.0, 2.0)
     assert [m.text for m in two.messages] == ["hi", "A", "on", "b"]
+
+
+def test_a_request_is_made_in_the_context_of_its_attempt_whoever_started_the_server():
+    whose, seen = ContextVar("whose"), []
+
+    class Asked(Scripted):
+        async def generate(self, *request):
+            seen.append(whose.get())
+            return await super().generate(*request)
+
+    async def attempt(name, proxy, both):
+        whose.set(name)
+        async with serving(Asked(["a"]), proxy=proxy) as (_, client):
+            await both.wait()
+            await said(client, [HI])
+
+    async def run():
+        proxy, both = Proxy(), asyncio.Barrier(2)
+        await asyncio.gather(attempt("one", proxy, both), attempt("two", proxy, both))
+
+    asyncio.run(run())
+    assert sorted(seen) == ["one", "two"]
 
 
 def test_two_ways_on_from_one_answer_share_its_tokens_and_train_them_once():
