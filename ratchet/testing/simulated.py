@@ -40,8 +40,8 @@ class SlowGenerator(FakeGenerator):
         aborted = self._aborted
         async with self._slots:
             with suppress(TimeoutError):
-                seconds = seconds_of(sampling.seed, self.config.mean_s, self.config.sigma)
-                await asyncio.wait_for(aborted.wait(), seconds)
+                async with asyncio.timeout(seconds_of(sampling.seed, self.config.mean_s, self.config.sigma)):
+                    await aborted.wait()
         done = await super().generate(tokens, sampling, media)
         return _without_tokens(done) if aborted.is_set() else done
 

@@ -178,6 +178,33 @@ def test_a_curriculum_and_replay_on_ray(executor, tmp_path):
     assert max(row.get("rollout/staleness_max", 0) for row in found) == REPLAY["max_age"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rollouts", "staleness"),
+    [({"tail_batching": 2}, 0), ({"max_staleness": 2, "order": "ready", "adaptive": {"staleness": 0.5, "mismatch": 1.0}}, 2)],
+    ids=["tail_batching", "adaptive"],
+)
+def test_tail_batching_and_adaptive_concurrency_on_ray(rollouts, staleness, executor, tmp_path):
+    """Each prompt is trained on once and in time, and none is begun for nothing."""
+    algorithm = {"kind": "decoupled_ppo", "group_size": 2}
+    trained = {**GRPO, "algorithm": algorithm, "steps": 6, "rollouts": rollouts, "sampling": {"max_new_tokens": 40}}
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    settings = freeze(
+        RunConfig.model_validate({**RECIPE, "stages": [{**STAGE, **SFT}, {**STAGE, **trained, "generator": WORKERS}]})
+    )
+    found = metrics_of(settings, executor, tmp_path, ledger=ledger)[SFT["steps"] :]
+    ledger.close()
+    lines = list(read_ledger(tmp_path / "ledger.jsonl"))
+    assert not faults_of(iter(lines), max_staleness=staleness)
+    by_event = {event: {line["id"] for line in lines if line["event"] == event} for event in ("issued", "deferred", "trained")}
+    assert by_event["issued"] == by_event["trained"]
+    assert len(by_event["trained"]) == (SFT["steps"] + 6) * STAGE["batch_size"]
+    assert bool(by_event["deferred"]) == ("tail_batching" in rollouts)
+    assert sum(row.get("rollout/tails/deferred", 0) for row in found) == len(by_event["deferred"])
+    assert all(row.get("rollout/adaptive/groups", 0) <= 3 * STAGE["batch_size"] for row in found)
+    assert ("rollout/adaptive/waited" in found[0]) == ("adaptive" in rollouts)
+
+
 def test_too_much_is_refused(executor, monkeypatch):
     with pytest.raises(ConfigError, match=r"learner +5 x 1 accelerator +4 of 5"):
         executor.plan([Need("learner", 5, gpus=1)])

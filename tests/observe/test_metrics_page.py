@@ -138,7 +138,8 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     names |= {f"eval/{name}" for name in of_tags()} | of_work(tmp_path_factory.mktemp("proc"))
     for kind, options in [*((kind, {}) for kind in KINDS["algorithm"]), *MORE]:
         names.update(of_algorithm(kind, options))
-    names |= of_run("grpo", sentinels=PROBED)
+    names |= of_run("grpo", sentinels=PROBED, rollouts={"tail_batching": 1})
+    names |= of_run("grpo", rollouts={"max_staleness": 1, "adaptive": {"staleness": 0.5}})
     return names.union(*(of_run(kind) for kind in ("sft", "reward_model", "score_regression", "process_reward")))
 
 
