@@ -11,6 +11,7 @@ from ratchet.config.kinds import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
+from ratchet.experience.tails import CURRENT, Cuttable, Drawn
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
@@ -118,6 +119,24 @@ def test_never_both_whoever_asks(device, parts):
     assert sorted(device.events[:6]) == ["generate"] * 3 + ["generated"] * 3
     assert device.events[6:8] == ["update", "push"]
     assert sorted(device.events[8:]) == ["audit", "generate", "generated", "push", "score", "score"]
+
+
+def test_attempts_that_were_cut_off_hold_up_no_learner(device, parts):
+    learners, generator, _ = take_turns(*parts)
+    asked = Cuttable(generator)
+
+    async def ask():
+        CURRENT.set(Drawn())
+        late = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=1)))
+        while not device.events:
+            await asyncio.sleep(0)
+        await asked.cut()
+        await learners["policy"].update(BATCH, [])
+        assert not late.done()
+        late.cancel()
+
+    asyncio.run(ask())
+    assert device.events == ["generate", "generated", "update"]
 
 
 def test_the_learners_have_the_last_turn(device, parts):
