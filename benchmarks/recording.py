@@ -65,7 +65,7 @@ def seconds(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, fol
     policy = build_policy(config)
     policy.model.load_state_dict(weights)
     run = build_run(config, 1, policy)
-    recorder = None if folder is None else Recorder(RecordConfig(), folder, seed=0)
+    recorder = None if folder is None else Recorder(RecordConfig(), folder, seed=0, beside=False)
     run.recorder, last = recorder, run.first_step + 2 + steps
     run.last_step = run.first_step + 2
     asyncio.run(train(run))

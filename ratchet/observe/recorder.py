@@ -1,7 +1,9 @@
 """Writes each step's groups down, with what the learner made of them, as Parquet files that any Arrow tool reads.
 
-The work is done in a thread beside training. Files are named by their steps, hold nothing that depends on the clock, and end
-wherever a checkpoint is saved: so a run that was killed and went on has the same bytes as one that was not.
+The work is done in a thread beside training. Where this process itself trains on its processors, the tables are made between
+steps, and only written beside: two threads that interpret wait for each other longer than it takes. Files are named by their
+steps, hold nothing that depends on the clock, and end wherever a checkpoint is saved: so a run that was killed and went on has
+the same bytes as one that was not.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +53,16 @@ FORMAT: dict[str, Any] = {
 
 class Recorder:
     """keep_through: the step that the run goes on after; what was recorded later is removed. seed: of which groups are kept,
-    where not all are. A disk that fails ends the record with one warning, and never the run."""
+    where not all are. beside: whether tables are made in the thread too. A disk that fails ends the record with one warning,
+    and never the run."""
 
-    def __init__(self, config: RecordConfig, directory: Path, *, seed: int, keep_through: int = 0) -> None:
-        self.config, self.directory, self.seed = config, directory, seed
+    def __init__(self, config: RecordConfig, directory: Path, *, seed: int, keep_through: int = 0, beside: bool = True) -> None:
+        self.config, self.directory, self.seed, self.beside = config, directory, seed, beside
         self.files: list[RecordFile] = []
-        self._tables: list[pa.Table] = []  # of the file in progress, which the thread alone touches
+        self._tables: list[pa.Table] = []  # of the file in progress, as are the next three
         self._facts: list[StepFacts] = []
         self._media: dict[str, bytes] = {}
+        self._tokens = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._running: deque[Future[None]] = deque()
         self._on = config.every > 0
@@ -79,14 +84,14 @@ class Recorder:
             return
         # Now, and not in the thread: the next step changes them.
         prints = {name: role.fingerprint() for name, role in roles.items() if isinstance(role, Fingerprinted)}
-        self._submit(lambda: self._take(step, stage, groups, batch, weights, prints))
+        self._do(lambda: self._take(step, stage, groups, batch, weights, prints))
 
     def flush(self) -> None:
         """When this returns, all that was added is on the disk. Before a checkpoint: who goes on from it finds a whole
         record."""
         faults.point("record.flush")
         if self._on:
-            self._submit(self._write)
+            self._do(self._end_file)
             self._wait(0)
 
     def close(self) -> None:
@@ -94,6 +99,10 @@ class Recorder:
         self._thread.shutdown()
 
     # --- training's side
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """Mostly interpreted work."""
+        self._submit(job) if self.beside else self._guarded(job)
 
     def _submit(self, job: Callable[[], None]) -> None:
         self._running.append(self._thread.submit(job))
@@ -111,7 +120,7 @@ class Recorder:
                 log.warning("steps are no longer recorded in %s: %s", self.directory, error)
             self._on = False
 
-    # --- the thread's side
+    # --- the thread's side, where there is one
 
     def _take(
         self,
@@ -127,9 +136,9 @@ class Recorder:
         self._tables.append(table)
         self._media |= sources_of(groups, chosen)
         self._facts.append(StepFacts(step, stage, table.num_rows, len(chosen), len(groups), dict(prints)))
-        tokens = sum(part.column("length").combine_chunks().to_numpy().sum() for part in self._tables)
-        if len(self._tables) >= MOST_STEPS or tokens >= MOST_TOKENS or sum(map(len, self._media.values())) >= MOST_MEDIA:
-            self._write()
+        self._tokens += sum(len(row) for at in chosen for row in groups[at].trajectories)
+        if len(self._tables) >= MOST_STEPS or self._tokens >= MOST_TOKENS or sum(map(len, self._media.values())) >= MOST_MEDIA:
+            self._end_file()
 
     def _choose(self, step: int, drawn: int) -> Sequence[int]:
         """A function of seed and step: it is the same when the step is played again."""
@@ -138,19 +147,20 @@ class Recorder:
             return range(drawn)
         return sorted(random.Random(f"{self.seed}/{step}").sample(range(drawn), most))
 
-    def _write(self) -> None:
+    def _end_file(self) -> None:
+        if self._tables:
+            write = partial(self._write, pa.concat_tables(self._tables), tuple(self._facts), self._media)
+            self._tables, self._facts, self._media, self._tokens = [], [], {}, 0
+            write() if self.beside else self._submit(write)
+
+    def _write(self, table: pa.Table, facts: tuple[StepFacts, ...], media_by_name: Mapping[str, bytes]) -> None:
         """The tables as one file, and one row group; their media, where they have some, as another before it."""
-        if not self._tables:
-            return
-        table = pa.concat_tables(self._tables)
-        facts = tuple(self._facts)
         path = self.directory / f"{facts[0].step:08d}-{facts[-1].step:08d}.parquet"
         media: tuple[int, str] = (0, "")
-        if self._media:
+        if media_by_name:
             (self.directory / MEDIA).mkdir(exist_ok=True)
-            media = _written(self.directory / MEDIA / path.name, lambda draft: write_media(draft, self._media))
+            media = _written(self.directory / MEDIA / path.name, lambda draft: write_media(draft, media_by_name))
         size, digest = _written(path, lambda draft: _write_table(draft, table))
-        self._tables, self._facts, self._media = [], [], {}
         self.files.append(RecordFile(path.name, size, digest, facts, *media))
         self._append(self.files[-1])
         self._prune()

@@ -34,6 +34,7 @@ from ratchet.executors.machine import freeze, peak_memory, prepare_process
 from ratchet.executors.torchrun import Launched, serve_rank
 from ratchet.experience.ledger import Ledger
 from ratchet.interfaces import Learner
+from ratchet.learners.config import SpreadConfig
 from ratchet.loop import train
 from ratchet.observe.curve import write_curve
 from ratchet.observe.log import log_to
@@ -211,7 +212,10 @@ class Session:
             self.ledger.cut(0)
         kept = 0 if checkpoint is None else checkpoint.step
         self.sinks = self._open_sinks(-1 if checkpoint is None else kept)
-        self.recorder = Recorder(self.config.record, self.directory.steps, seed=self.config.seed, keep_through=kept)
+        elsewhere = self.config.device != "cpu" or any(isinstance(stage.learner, SpreadConfig) for stage in self.config.stages)
+        self.recorder = Recorder(
+            self.config.record, self.directory.steps, seed=self.config.seed, keep_through=kept, beside=elsewhere
+        )
         try:
             async with AsyncExitStack() as ends:
                 wanted = self.directory.trace if self.config.logging.trace else None

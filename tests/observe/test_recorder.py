@@ -18,7 +18,7 @@ from ratchet.observe.record_groups import groups_of
 from ratchet.observe.record_media import MEDIA, name_in, restored, shortened, sources_of
 from ratchet.observe.record_schema import SCALARS, SCHEMA
 from ratchet.observe.record_table import table_of
-from ratchet.observe.recorder import Recorder
+from ratchet.observe.recorder import MOST_STEPS, Recorder
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import (
     Cancelled,
@@ -145,12 +145,24 @@ def test_a_sample_of_the_groups_has_its_own_columns():
     assert repr(some) == repr(whole[-1:])
 
 
-def record(directory, steps, config=None, *, keep_through=0, groups=None):
-    made = Recorder(config or RecordConfig(), directory, seed=3, keep_through=keep_through)
+def record(directory, steps, config=None, *, keep_through=0, groups=None, beside=True):
+    made = Recorder(config or RecordConfig(), directory, seed=3, keep_through=keep_through, beside=beside)
     for step in steps:
         made.add(step, "rl", groups or some_groups(), columned(groups or some_groups()), ones, {})
     made.close()
     return Record(directory)
+
+
+def test_the_bytes_are_the_same_whoever_makes_the_tables(tmp_path):
+    """Of more steps than a file has."""
+    for name, beside in {"thread": True, "training": False}.items():
+        record(tmp_path / name, range(1, MOST_STEPS + 3), beside=beside)
+    thread, training = (
+        {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()}
+        for name in ("thread", "training")
+    )
+    assert len([path for path in thread if path.parent.name != MEDIA and path.suffix == ".parquet"]) == 2
+    assert thread == training
 
 
 def test_any_arrow_tool_reads_the_files(tmp_path):
