@@ -18,6 +18,7 @@ from ratchet.data.processor import Processor, load_processor
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.executors.cluster import Need
+from ratchet.executors.machine import use_kernels
 from ratchet.generation import generator_needs, start_generators
 from ratchet.generators.router import Router
 from ratchet.generators.workers_config import WorkersConfig
@@ -144,7 +145,8 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
 
 def build_policy(config: RunConfig) -> Policy:
     """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights. In float32:
-    bfloat16 weights would swallow small updates."""
+    bfloat16 weights would swallow small updates. From now on this process computes models with the kernels of the recipe."""
+    use_kernels(config.kernels)
     source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu")

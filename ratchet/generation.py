@@ -14,11 +14,12 @@ from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import LinkError
 from ratchet.executors import environment
 from ratchet.executors.cluster import Need
-from ratchet.executors.machine import prepare_process
+from ratchet.executors.machine import prepare_process, use_kernels
 from ratchet.generators.rank import GeneratorRank
 from ratchet.generators.router import Receivers, Router
 from ratchet.generators.workers_config import WorkersConfig
 from ratchet.interfaces import Audits, Executor, Link, Workers
+from ratchet.kernels import cpu
 from ratchet.links.make import Between, make_link
 from ratchet.models.origin import Origin
 from ratchet.observe.metrics import MetricsManager
@@ -35,11 +36,15 @@ class Seat(Protocol):
     def device(self) -> str: ...
 
 
-def make_rank(seat: Seat, *, section: Mapping[str, Any], origin: Origin, tokenizer: Tokenizer) -> GeneratorRank:
-    """What a worker's process holds. section: the values of its generator's. Its first weights are those of the origin."""
+def make_rank(
+    seat: Seat, *, section: Mapping[str, Any], origin: Origin, tokenizer: Tokenizer, compiled: bool = False
+) -> GeneratorRank:
+    """What a worker's process holds. section: the values of its generator's. Its first weights are those of the origin.
+    compiled: whether it computes with compiled kernels, as the driver does."""
     from ratchet.links.ends import Intake  # the driver needs it where it has the generator itself
 
     prepare_process(seat.threads)
+    use_kernels("compiled" if compiled else "torch")
     config = resolve("generating", section)
     if seat.device != "cpu":
         torch.cuda.set_device(seat.device)
@@ -59,7 +64,12 @@ def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None
 
 def start_generators(router: Router, section: WorkersConfig, executor: Executor, origin: Origin, tokenizer: Tokenizer) -> None:
     """On what the executor has planned. Raises what the generator raises where it can't start."""
-    arguments = {"section": section.of.model_dump(mode="json"), "origin": origin, "tokenizer": tokenizer}
+    arguments = {
+        "section": section.of.model_dump(mode="json"),
+        "origin": origin,
+        "tokenizer": tokenizer,
+        "compiled": cpu.used(),
+    }
 
     def start(rank: int) -> Workers:
         group = executor.group(GENERATOR, rank)

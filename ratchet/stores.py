@@ -51,7 +51,12 @@ def cached(kind: str, address: str) -> Path:
     """Where this machine keeps what belongs to an address: a directory of its own, with the address's last name."""
     address = address.rstrip("/")
     digest = hashlib.sha256(address.encode()).hexdigest()[:16]
-    return (_cache or Path.home() / ".cache" / "ratchet") / kind / digest / (PurePosixPath(address).name or "root")
+    return kept(kind) / digest / (PurePosixPath(address).name or "root")
+
+
+def kept(kind: str) -> Path:
+    """Where this machine keeps what it can get, or make, again."""
+    return (_cache or Path.home() / ".cache" / "ratchet") / kind
 
 
 def unfit(address: str) -> str | None:

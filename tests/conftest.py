@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before anything imports torch; xdist's workers and the tests' subprocesses inherit them. Two workers with one thread each
@@ -82,6 +83,28 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return locate
+
+
+@pytest.fixture
+def kernels(require: Require) -> Callable[[bool], None]:
+    """`kernels(True)`: from here to the test's end this process computes with compiled kernels."""
+
+    def choose(compiled: bool) -> None:
+        from ratchet.kernels import cpu
+
+        if compiled:
+            require("cc", "the kernels are compiled by the machine's C compiler")
+        cpu.use(compiled)
+
+    return choose
+
+
+@pytest.fixture(autouse=True)
+def torch_kernels() -> Iterator[None]:
+    """A run that a test does in this process leaves its choice behind: the next test must not depend on it."""
+    yield
+    if (cpu := sys.modules.get("ratchet.kernels.cpu")) is not None:
+        cpu.use(False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -293,6 +293,11 @@ class RunConfig(Section):
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="CPU threads, which workers share."
     )
+    kernels: Literal["auto", "compiled", "torch"] = Field(
+        default="auto",
+        description="What computes a model in float32 on a CPU beside its large products: C that this machine's compiler has "
+        "compiled, or PyTorch's operations. auto: compiled where there is a compiler.",
+    )
     run_dir: str | None = Field(
         default=None,
         description="Where the run is written, or an address (s3://bucket/run); null: runs/<name>. Never overwritten.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import mmap
 import os
 import resource
@@ -17,8 +18,11 @@ from ratchet.config.base import Section
 from ratchet.config.kinds import resolve
 from ratchet.config.schema import RunConfig
 from ratchet.crew import Crew
+from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig, LocalClusterConfig
 from ratchet.executors.torchrun import Launched
+
+log = logging.getLogger(__name__)
 
 MOST_WORKERS = 4  # each has gradients of its own, which take as much memory as the weights
 CLEARLY = 1.2  # times faster: a busy machine disturbs either side
@@ -89,6 +93,21 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     gc.set_threshold(200_000, 10, 10)
 
 
+def use_kernels(kernels: Literal["auto", "compiled", "torch"]) -> bool:
+    """From now on this process computes models with compiled kernels, or without; returns whether with. Raises ConfigError
+    where they are asked for and can't be compiled."""
+    from ratchet.kernels import cpu
+
+    try:
+        cpu.use(kernels != "torch")
+    except OSError as error:
+        if kernels == "compiled":
+            raise ConfigError(f"kernels: compiled, but {error}; install gcc, or set kernels: torch") from error
+        log.info("no compiled kernels, PyTorch's operations do their work: %s", error)
+        cpu.use(False)
+    return cpu.used()
+
+
 def keep_freed_memory() -> None:
     """glibc gives large tensors back at every free, and the kernel clears each page of the next one anew: from now on what is
     freed stays with the process, in one heap for all threads. Elsewhere nothing changes."""
@@ -132,8 +151,12 @@ def freeze(config: RunConfig) -> RunConfig:
         return learner.model_copy(update={"workers": workers}) if getattr(learner, "workers", 1) == "auto" else learner
 
     stages = tuple(stage.model_copy(update={"learner": frozen(stage.learner)}) for stage in config.stages)
+    kernels = config.kernels
+    if kernels == "auto":
+        kernels = "compiled" if device == "cpu" and use_kernels("auto") else "torch"
     cluster = config.cluster
     if Launched.here() is not None and isinstance(cluster, LocalClusterConfig):
         shared = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}
         cluster = resolve("cluster", {"kind": "torchrun", **shared})
-    return config.model_copy(update={"device": device, "threads": threads, "stages": stages, "cluster": cluster})
+    facts = {"device": device, "threads": threads, "kernels": kernels, "stages": stages, "cluster": cluster}
+    return config.model_copy(update=facts)

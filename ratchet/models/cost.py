@@ -27,9 +27,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """shape: of the whole model."""
+    """shape: of the whole model. compiled: whether it is computed by `ratchet.kernels.cpu`, whose backward keeps less."""
 
     shape: DecoderConfig
+    compiled: bool = False
 
     @property
     def parameters(self) -> int:
@@ -101,7 +102,10 @@ class Cost:
     def _kept(self, sparse: bool) -> int:
         s = self.shape
         queries, keys = s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim
-        attention = (queries + 2 * keys) + (1 + s.qk_norm) * (queries + keys) + 2 * queries
+        product = queries + 2 * keys
+        attention = product + (1 + s.qk_norm) * (queries + keys) + 2 * queries
+        if self.compiled:  # the product only for what norms it, and values in a copy
+            attention = (1 + s.qk_norm) * product + 2 * queries
         if sparse:  # each choice has its own copy of the input
             mlp = s.experts_per_token * (s.hidden_size + 3 * s.expert_intermediate_size + s.hidden_size)
         else:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ratchet.models.config import DecoderConfig
 from ratchet.models.low_rank import LowRank
 from ratchet.models.moe import SparseMLP
-from ratchet.models.ops import rms_norm, rotate, swiglu
+from ratchet.models.ops import heads, linear, rms_norm, swiglu
 from ratchet.models.parts import UNDIVIDED, WHOLE, Part, Seams
 from ratchet.models.quantised import Form, Quantised
 from ratchet.models.rope import RotaryTable
@@ -44,7 +44,7 @@ class Linear(nn.Linear):
         self.register_module("quantised", None)
 
     def forward(self, input: Tensor) -> Tensor:
-        out = super().forward(input) if self.quantised is None else self.quantised(input, self.bias)
+        out = linear(input, self.weight, self.bias) if self.quantised is None else self.quantised(input, self.bias)
         return out if self.adapter is None else self.adapter(input, out)
 
     def quantise(self, form: Form) -> None:
@@ -92,12 +92,9 @@ class SelfAttention(nn.Module):
     def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
         c = self.config
         qkv = self.qkv_proj(x_Td).view(len(x_Td), -1, c.head_dim)
-        qk, v_TKD = qkv.split([c.n_heads + c.n_kv_heads, c.n_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:  # both at once: a small model pays by the operation
-            weights = self.q_norm.weight.expand(c.n_heads, -1), self.k_norm.weight.expand(c.n_kv_heads, -1)
-            qk = rms_norm(qk, torch.cat(weights), c.norm_eps)
-        q_THD, k_TKD = rotate(qk, cos_T1D, sin_T1C).split([c.n_heads, c.n_kv_heads], dim=1)
-        return self.o_proj(attend(self.layer, q_THD, k_TKD, v_TKD).flatten(1))
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        qkv = heads(qkv, (q_norm, k_norm), cos_T1D, sin_T1C, (c.n_heads, c.n_kv_heads), c.norm_eps)
+        return self.o_proj(attend(self.layer, *qkv).flatten(1))
 
 
 class GatedMLP(nn.Module):

@@ -1,9 +1,11 @@
-"""Three elementwise operations of the decoder with their backward written out.
+"""The operations of the decoder: by `ratchet.kernels.cpu` where that is in use and fits, else by PyTorch.
 
-Autograd's own backward of the same formulas reads and writes memory two to three times as often. On a CPU, where models of
-0.1 to 10 M parameters spend about as long in these as in matrix products, that is a third of an optimizer step.
+The elementwise ones have their backward written out. Autograd's own of the same formulas reads and writes memory two to three
+times as often. On a CPU, where models of 0.1 to 10 M parameters spend about as long in these as in matrix products, that is a
+third of an optimizer step.
 
-T = tokens, H = heads, D = head_dim, C = D / 2, F = size of the gated layer.
+T = tokens, H = heads (of queries, where K are those of keys and values), D = head_dim, C = D / 2, F = size of the gated layer,
+d = inputs, o = outputs.
 """
 
 from __future__ import annotations
@@ -16,10 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from ratchet.kernels import cpu
+
+
+def linear(x: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor:
+    """`x W^T + bias` over the last dimension."""
+    if not cpu.prefers_onednn(x, weight_od):
+        return F.linear(x, weight_od, bias_o)
+    out = cpu.product(x, weight_od)
+    return out if bias_o is None else out + bias_o
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)`, the mean over the last dimension (arXiv:1910.07467, eq. 4), in the dtype of x; the
     mean in float32 or better. weight: of the last dimension, or of the last two (heads that differ)."""
+    if weight.dim() == 1 and cpu.fits(x, weight):
+        return cpu.rms_norm(x, weight, eps)
     if x.is_cuda:  # one kernel there, forward and backward
         if weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -27,6 +41,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not torch.is_grad_enabled():  # the same bits, without autograd's overhead: a decoding step is small
         return _normalise(x, eps)[0].mul_(weight.to(x.dtype))
     return _RMSNorm.apply(x, weight, eps)
+
+
+def heads(
+    qkv: Tensor, norms: cpu.Norms, cos_T1D: Tensor, sin_T1C: Tensor, sizes: tuple[int, int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, H, D], keys and values [T, K, D] of the fused product [T, H + 2 K, D]; the first two normalised where there
+    are weights [D] for them (both or none), and turned by their positions. sizes: (H, K)."""
+    q_weight, k_weight = norms
+    if qkv.shape[2] <= cpu.WIDEST_HEAD and cpu.fits(qkv, cos_T1D, *(w for w in norms if w is not None)):
+        return cpu.heads(qkv, norms, cos_T1D, sin_T1C, sizes, eps)
+    qk, v_TKD = qkv.split([sum(sizes), sizes[1]], dim=1)
+    if q_weight is not None and k_weight is not None:  # both at once: a small model pays by the operation
+        weights = q_weight.expand(sizes[0], -1), k_weight.expand(sizes[1], -1)
+        qk = rms_norm(qk, torch.cat(weights), eps)
+    q_THD, k_TKD = rotate(qk, cos_T1D, sin_T1C).split(sizes, dim=1)
+    return q_THD, k_TKD, v_TKD
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
@@ -41,6 +71,8 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
     """`silu(gate) * up` of a [T, 2F] tensor whose halves they are (arXiv:2002.05202, eq. 6): [T, F]."""
+    if cpu.fits(gate_up_TF):
+        return cpu.swiglu(gate_up_TF)
     if not torch.is_grad_enabled():
         return _gated(gate_up_TF)
     return _SwiGLU.apply(gate_up_TF)

@@ -44,7 +44,7 @@ def show_plan(
     if directory is not None:
         directory.expect(recipe)
     config, spec = freeze(config), None if cluster is None else ClusterSpec.parse(cluster)
-    cost, stages = Cost(shape_of(config)), range(len(config.stages))
+    cost, stages = Cost(shape_of(config), config.kernels == "compiled"), range(len(config.stages))
     device = Device(config.device, empty_process(config) if spec is None else 0)
     plans = [plan_stage(config, index, cost, device) for index in stages]
     probed = None if probe_s is None else probe(config, limit_s=probe_s)

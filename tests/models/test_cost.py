@@ -28,10 +28,12 @@ def test_parameters(shape) -> None:
     assert Cost(shape).parameters == sum(p.numel() for p in Decoder(shape).parameters())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_activations_of_a_token(shape, checkpointing: bool) -> None:
+def test_activations_of_a_token(shape, checkpointing: bool, compiled: bool, kernels) -> None:
     """Within a tenth of what autograd keeps; a checkpointed layer's own are computed again, one layer at a time."""
+    kernels(compiled)
     decoder = Decoder(shape).init_weights(0)
     decoder.checkpointing = checkpointing
     own = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
@@ -48,9 +50,10 @@ def test_activations_of_a_token(shape, checkpointing: bool) -> None:
         hidden = decoder(torch.zeros(rows * length, dtype=torch.long), positions, PackedAttention([length] * rows))
         hidden @ decoder.head_weight.T
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / (rows * length)
-    expected = Cost(shape).activation_bytes(4, checkpointing=checkpointing)
+    cost = Cost(shape, compiled)
+    expected = cost.activation_bytes(4, checkpointing=checkpointing)
     if checkpointing:
-        expected -= Cost(shape).largest_layer_bytes(4)
+        expected -= cost.largest_layer_bytes(4)
     assert found == pytest.approx(expected, rel=0.1, abs=400)  # and what all layers share: ids, angles
 
 

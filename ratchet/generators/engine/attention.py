@@ -1,7 +1,8 @@
 """Attention over the KV cache, as `attend` of `Decoder.forward`: of whole prompts, and of one new token a request.
 
 Both give a request the same bits whatever else is in the call, measured on CPUs with AVX2 and AVX-512: a prompt is padded to
-a length that depends on itself alone, and a decode step sums values in tiles that don't move with the longest neighbour.
+a length that depends on itself alone, and a decode step sums values in tiles that don't move with the longest neighbour. Where
+the compiled kernels are in use a decode step is one of them, and looks at no neighbour at all.
 
 T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim, L = attended length (a
 multiple of `KVCache.stride`), B = prompts of one call.
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.generators.engine.cache import KVCache
+from ratchet.kernels import cpu
 
 TILE = 128  # tokens; MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens on)
 PROMPT_STRIDE = 16
@@ -32,6 +34,9 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
         self.cache, self.rows, self.positions_N = cache, len(positions_N), positions_N
         self.slots_N = torch.arange(self.rows, device=positions_N.device)
+        self.compiled = cache.config.head_dim <= cpu.WIDEST_HEAD and cpu.fits(cache.keys[0])
+        if self.compiled:
+            return
         length = min(-(-longest // cache.stride) * cache.stride, cache.capacity)
         unseen_NL = torch.arange(length, device=positions_N.device) > positions_N[:, None]
         bias_NL = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=unseen_NL.device)
@@ -42,6 +47,8 @@ class DecodeAttention:
         self.kernel = _tiled if exact else _fused
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        if self.compiled:
+            return cpu.decode(self.cache.keys[layer], self.cache.values[layer], q_NHD, k_NKD, v_NKD, self.positions_N)
         self.cache.write(layer, self.slots_N, self.positions_N, k_NKD, v_NKD)
         k_MLD, v_MLD = self.window[layer]
         q_MGD = q_NHD.reshape(len(k_MLD), -1, q_NHD.shape[2])

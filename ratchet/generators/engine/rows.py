@@ -8,9 +8,9 @@ machine's property, so it is probed. Where no candidate will do, results agree w
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ratchet.models.decoder import Decoder
+from ratchet.models.ops import linear
 
 CANDIDATES = (8, 16, 32, 64)
 REFERENCE_ROWS = 256
@@ -35,7 +35,7 @@ def stable_rows(decoder: Decoder) -> int:
     for shape in sorted(shapes):
         matrix = torch.randn(shape, generator=generator).to(weight.dtype)
         x = torch.randn(REFERENCE_ROWS, shape[1], generator=generator).to(weight.dtype)
-        reference = F.linear(x, matrix)
+        reference = linear(x, matrix)
         while len(candidates) > 1 and not _agrees(x, matrix, reference, candidates[0]):
             candidates.pop(0)
     return candidates[0]
@@ -43,4 +43,4 @@ def stable_rows(decoder: Decoder) -> int:
 
 def _agrees(x: torch.Tensor, matrix: torch.Tensor, reference: torch.Tensor, multiple: int) -> bool:
     counts = range(multiple, min(9 * multiple, REFERENCE_ROWS), multiple)
-    return all(torch.equal(F.linear(x[:n], matrix), reference[:n]) for n in counts)
+    return all(torch.equal(linear(x[:n], matrix), reference[:n]) for n in counts)

@@ -1,0 +1,233 @@
+/* The decoder's small operations in float32, each one pass over memory where PyTorch takes several.
+
+   Rows are independent: a row's bits depend on nothing else in the call, and on no number of threads. Sums over rows (the
+   gradients of norms' weights) go through PARTS partial sums, whose bounds depend on the number of rows alone.
+
+   T = rows, D = head_dim or hidden size, C = D / 2, H = query heads, K = key/value heads, G = H / K, F = size of the gated layer.
+*/
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int64_t i64;
+
+#define PARTS 8
+#define TILE 256      /* tokens whose scores exist at a time */
+#define WIDEST 512    /* head_dim */
+#define GRAIN 16384   /* elements below which another thread costs more than it brings */
+
+static inline float exponential(float x) {
+    /* Cephes' expf, 2 ulp, without branches so that loops of it become vectors. NaN stays NaN. */
+    x = x > 88.3762626647949f ? 88.3762626647949f : x;
+    x = x < -87.3365447504019f ? -87.3365447504019f : x;
+    float n = rintf(x * 1.44269504088896341f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { float f; int32_t i; } power = {.i = ((int32_t)n + 127) << 23};
+    return p * power.f;
+}
+
+static inline i64 bound(i64 part, i64 rows) { return part * rows / PARTS; }
+
+static void add_up(const float *parts, float *sum, i64 size) {
+    memcpy(sum, parts, size * sizeof(float));
+    for (i64 p = 1; p < PARTS; p++)
+        for (i64 i = 0; i < size; i++) sum[i] += parts[p * size + i];
+}
+
+/* --- y = w x r with r = (mean(x^2) + eps)^-1/2 */
+
+static inline float inverse_rms(const float *x, i64 D, float eps) {
+    float sum = 0;
+    for (i64 i = 0; i < D; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum / D + eps);
+}
+
+/* r: [T], or null where nobody asks. */
+void norm(const float *x, const float *w, float *y, float *r, i64 T, i64 D, float eps) {
+#pragma omp parallel for schedule(static) if (T * D > GRAIN)
+    for (i64 t = 0; t < T; t++) {
+        const float *a = x + t * D;
+        float *o = y + t * D, q = inverse_rms(a, D, eps);
+        if (r) r[t] = q;
+        for (i64 i = 0; i < D; i++) o[i] = a[i] * q * w[i];
+    }
+}
+
+/* dw = sum(g x r), dx = r (g w - x r^2 mean(g w x)). parts: [PARTS, D]. */
+void norm_backward(const float *g, const float *x, const float *w, const float *r, float *dx, float *dw, float *parts, i64 T, i64 D) {
+    memset(parts, 0, PARTS * D * sizeof(float));
+#pragma omp parallel for schedule(static) if (T * D > GRAIN)
+    for (i64 p = 0; p < PARTS; p++) {
+        float *sum = parts + p * D;
+        for (i64 t = bound(p, T); t < bound(p + 1, T); t++) {
+            const float *a = x + t * D, *b = g + t * D;
+            float *o = dx + t * D, q = r[t], mean = 0;
+            for (i64 i = 0; i < D; i++) {
+                mean += b[i] * w[i] * a[i];
+                sum[i] += b[i] * a[i] * q;
+            }
+            mean *= q * q / D;
+            for (i64 i = 0; i < D; i++) o[i] = (b[i] * w[i] - a[i] * mean) * q;
+        }
+    }
+    add_up(parts, dw, D);
+}
+
+/* --- queries and keys out of the fused product: normalised where there are weights, then turned by their position */
+
+static inline void turn(const float *x, const float *cos, const float *sin, float *y, i64 C, float direction) {
+    for (i64 i = 0; i < C; i++) {
+        float a = x[i], b = x[i + C], s = direction * sin[i];
+        y[i] = a * cos[i] - b * s;
+        y[i + C] = b * cos[i] + a * s;
+    }
+}
+
+/* qkv: [T, H + 2 K, D]. wq, wk: [D], or null. cos: rows of D, whose halves are alike; sin: rows of C.
+   q: [T, H, D], k: [T, K, D]. r: [T, H + K], or null. */
+void heads(const float *qkv, const float *wq, const float *wk, const float *cos, const float *sin, float *q, float *k, float *r,
+           i64 T, i64 H, i64 K, i64 D, float eps) {
+    i64 C = D / 2, row = (H + 2 * K) * D;
+#pragma omp parallel for schedule(static) if (T * (H + K) * D > GRAIN)
+    for (i64 t = 0; t < T; t++) {
+        float scaled[WIDEST];
+        for (i64 h = 0; h < H + K; h++) {
+            const float *x = qkv + t * row + h * D, *w = h < H ? wq : wk;
+            float *o = h < H ? q + (t * H + h) * D : k + (t * K + h - H) * D;
+            if (w) {
+                float s = inverse_rms(x, D, eps);
+                if (r) r[t * (H + K) + h] = s;
+                for (i64 i = 0; i < D; i++) scaled[i] = x[i] * s * w[i];
+                x = scaled;
+            }
+            turn(x, cos + t * D, sin + t * C, o, C, 1);
+        }
+    }
+}
+
+/* gq: [T, H, D], gk: [T, K, D], gv: [T, K, D], each token's own in one piece, ldq, ldk, ldv apart. dqkv: [T, H + 2 K, D].
+   dw: [2, D]; parts: [PARTS, 2, D]. Without weights qkv, r, dw and parts are null: a rotation turns back by itself. */
+void heads_backward(const float *gq, i64 ldq, const float *gk, i64 ldk, const float *gv, i64 ldv, const float *qkv,
+                    const float *wq, const float *wk, const float *cos, const float *sin, const float *r, float *dqkv, float *dw,
+                    float *parts, i64 T, i64 H, i64 K, i64 D) {
+    i64 C = D / 2, row = (H + 2 * K) * D;
+    if (wq) memset(parts, 0, PARTS * 2 * D * sizeof(float));
+#pragma omp parallel for schedule(static) if (T * row > GRAIN)
+    for (i64 p = 0; p < PARTS; p++) {
+        float back[WIDEST];
+        for (i64 t = bound(p, T); t < bound(p + 1, T); t++) {
+            for (i64 h = 0; h < H + K; h++) {
+                const float *w = h < H ? wq : wk, *x = w ? qkv + t * row + h * D : NULL;
+                const float *g = h < H ? gq + t * ldq + h * D : gk + t * ldk + (h - H) * D;
+                float *o = dqkv + t * row + h * D;
+                if (!w) {
+                    turn(g, cos + t * D, sin + t * C, o, C, -1);
+                    continue;
+                }
+                float *sum = parts + (2 * p + (h >= H)) * D, s = r[t * (H + K) + h], mean = 0;
+                turn(g, cos + t * D, sin + t * C, back, C, -1);
+                for (i64 i = 0; i < D; i++) {
+                    mean += back[i] * w[i] * x[i];
+                    sum[i] += back[i] * x[i] * s;
+                }
+                mean *= s * s / D;
+                for (i64 i = 0; i < D; i++) o[i] = (back[i] * w[i] - x[i] * mean) * s;
+            }
+            memcpy(dqkv + t * row + (H + K) * D, gv + t * ldv, K * D * sizeof(float));
+        }
+    }
+    if (wq) add_up(parts, dw, 2 * D);
+}
+
+/* --- silu(gate) up */
+
+void gated(const float *x, float *y, i64 T, i64 F) {
+#pragma omp parallel for schedule(static) if (T * F > GRAIN)
+    for (i64 t = 0; t < T; t++) {
+        const float *gate = x + t * 2 * F, *up = gate + F;
+        float *o = y + t * F;
+        for (i64 i = 0; i < F; i++) o[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+    }
+}
+
+void gated_backward(const float *g, const float *x, float *dx, i64 T, i64 F) {
+#pragma omp parallel for schedule(static) if (T * F > GRAIN)
+    for (i64 t = 0; t < T; t++) {
+        const float *gate = x + t * 2 * F, *up = gate + F, *b = g + t * F;
+        float *dgate = dx + t * 2 * F, *dup = dgate + F;
+        for (i64 i = 0; i < F; i++) {
+            float s = 1.0f / (1.0f + exponential(-gate[i])), silu = gate[i] * s;
+            dgate[i] = b[i] * up[i] * (s + silu * (1.0f - s));
+            dup[i] = b[i] * silu;
+        }
+    }
+}
+
+/* --- attention of one new token a slot over the slot's keys and values, which its own join first */
+
+/* Asks for a row that is needed soon: what is stored of a slot is too short for the processor to guess where the next lies. */
+static inline void fetch(const float *row, i64 D) {
+    for (i64 i = 0; i < D; i += 16) __builtin_prefetch(row + i, 0, 2);
+}
+
+/* ahead: from here to the keys and values of the next head, 0 where there is none, or they were asked for. */
+static inline void attend(const float *restrict q, const float *restrict keys, const float *restrict values, float *restrict out,
+                          i64 length, i64 D, float scale, i64 ahead) {
+    float weights[TILE], sum[WIDEST] = {0}, total = 0, highest = -INFINITY;
+    for (i64 first = 0; first < length; first += TILE) {
+        i64 n = length - first < TILE ? length - first : TILE;
+        float above = highest;
+        for (i64 j = 0; j < n; j++) {
+            const float *k = keys + (first + j) * D;
+            float score = 0;
+            if (ahead) fetch(k + ahead, D);
+            for (i64 i = 0; i < D; i++) score += q[i] * k[i];
+            weights[j] = score * scale;
+        }
+        for (i64 j = 0; j < n; j++) above = weights[j] > above ? weights[j] : above;
+        float shrink = first ? exponential(highest - above) : 0;
+        float added = 0;
+        for (i64 j = 0; j < n; j++) added += weights[j] = exponential(weights[j] - above);
+        for (i64 i = 0; i < D; i++) sum[i] *= shrink;
+        for (i64 j = 0; j < n; j++) {
+            const float *v = values + (first + j) * D;
+            if (ahead) fetch(v + ahead, D);
+            for (i64 i = 0; i < D; i++) sum[i] += weights[j] * v[i];
+        }
+        total = total * shrink + added;
+        highest = above;
+    }
+    for (i64 i = 0; i < D; i++) out[i] = sum[i] / total;
+}
+
+/* keys, values: [N or more, K, C, D]. q: [N, H, D], k and v: [N, K, D], each token's own in one piece, ldq, ldk, ldv apart.
+   positions: [N], where the new token goes. out: [N, H, D]. */
+void decode(float *keys, float *values, const float *q, i64 ldq, const float *k, i64 ldk, const float *v, i64 ldv,
+            const i64 *positions, float *out, i64 N, i64 H, i64 K, i64 C, i64 D, float scale) {
+    i64 G = H / K;
+#pragma omp parallel for schedule(dynamic, 8)
+    for (i64 m = 0; m < N * K; m++) {
+        i64 n = m / K, head = m % K, position = positions[n];
+        float *own_keys = keys + m * C * D, *own_values = values + m * C * D;
+        memcpy(own_keys + position * D, k + n * ldk + head * D, D * sizeof(float));
+        memcpy(own_values + position * D, v + n * ldv + head * D, D * sizeof(float));
+        for (i64 g = head * G; g < (head + 1) * G; g++) {
+            i64 ahead = g == head * G && m + 1 < N * K ? C * D : 0;
+            const float *query = q + n * ldq + g * D;
+            float *o = out + (n * H + g) * D;
+            if (D == 32) attend(query, own_keys, own_values, o, position + 1, 32, scale, ahead);
+            else if (D == 64) attend(query, own_keys, own_values, o, position + 1, 64, scale, ahead);
+            else if (D == 128) attend(query, own_keys, own_values, o, position + 1, 128, scale, ahead);
+            else attend(query, own_keys, own_values, o, position + 1, D, scale, ahead);
+        }
+    }
+}
