@@ -1,5 +1,6 @@
 """Seconds from the start of the process to the end of the first optimizer step of the quick-start: `ratchet train` as a user
-calls it, a minimal TRL script on the same model and task, and `import torch` alone, in turn.
+calls it, a minimal TRL script on the same model and task, and `import torch` alone, in turn. The script evaluates nothing, so
+neither does ours; with the evaluation of 512 tasks that the recipe makes before its first step it is a row of its own.
 
 python benchmarks/startup.py [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
@@ -12,6 +13,7 @@ from side_by_side import SECONDS, Case, Driver, compare, options
 DRIVERS = (
     Driver("Ratchet", "ours/first_step.py", peer=False),
     Driver("TRL", "peers/trl_first_step.py"),
+    Driver("Ratchet, evaluated before", "ours/first_step.py", ("--evaluated",), peer=False),
     Driver("import torch", "ours/import_torch.py", peer=False),
 )
 

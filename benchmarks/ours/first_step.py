@@ -1,5 +1,6 @@
 """Seconds until `ratchet train recipes/quickstart.yaml` has made its first optimizer step, as a user calls it: until the step's
-line is in metrics.jsonl. Other arguments than --threads play no part in it."""
+line is in metrics.jsonl. Other arguments than --threads play no part in it, but for --evaluated: with the evaluation before it
+that the recipe asks for, and the peer's script does not make."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ import protocol
 from ratchet.observe.sinks import read_jsonl
 
 POLL_S = 0.005
-options = protocol.arguments("the first step of `ratchet train`").parse_known_args()[0]
+parser = protocol.arguments("the first step of `ratchet train`")
+parser.add_argument("--evaluated", action="store_true")
+options = parser.parse_known_args()[0]
 
 
 def main() -> None:
@@ -23,6 +26,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         lines = Path(directory) / "run" / "metrics.jsonl"
         arguments = ["train", str(common.QUICKSTART), "--run-dir", str(lines.parent), f"threads={options.threads}"]
+        arguments += [] if options.evaluated else ["evaluation.tasks=0"]
         start = time.perf_counter()
         training = subprocess.Popen([sys.executable, "-c", cli, *arguments], stdout=subprocess.DEVNULL, cwd=common.ROOT)
         try:

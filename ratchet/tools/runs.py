@@ -23,8 +23,8 @@ from ratchet.tools.places import record_of, runs_at
 
 @dataclass(frozen=True)
 class RunRow:
-    """state: "running", "finished", or "stopped" where it can be resumed; "mirrored" at an address. step: that
-    has its metrics. accuracy: the latest that was measured. checkpoints: bytes of them."""
+    """state: "running", "finished", or "stopped" where it can be resumed; "mirrored" at an address. step: the last that has its
+    metrics. accuracy: the latest that was measured. checkpoints: bytes of them."""
 
     path: str
     state: str
