@@ -9,7 +9,6 @@ L = tokens of the trajectory so far.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, TypeVar
@@ -18,7 +17,7 @@ import numpy as np
 
 from ratchet.data.renderer import Renderer, Tools
 from ratchet.errors import DataError
-from ratchet.experience.guard import UserCodeFailed, finite, guarded
+from ratchet.experience.guard import UserCodeFailed, guarded, limited
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Generator, OffersStops, OffersTools, Step
 from ratchet.observe.waits import GENERATE, Wait, waiting
@@ -37,6 +36,7 @@ from ratchet.types import (
     Trajectory,
     Truncated,
     Turn,
+    finite,
 )
 
 P = TypeVar("P")
@@ -81,18 +81,17 @@ class TokenRecord:
         owner = np.empty(self.length, np.int8)
         logprobs = np.zeros(self.length, np.float32)
         versions = np.empty(self.length, np.int32)
+        versions.fill(-1)
         kept_mass = np.zeros(self.length, np.float32)
         routes = self._routes()
         start = 0
         for who, tokens, completion in self.pieces:
-            piece = slice(start, start + len(tokens))
-            owner[piece] = who
-            if completion is None:
-                versions[piece] = -1
-            else:
-                logprobs[piece], versions[piece] = completion.logprobs, completion.versions
-                kept_mass[piece] = completion.log_kept_mass
-            start = piece.stop
+            end = start + len(tokens)
+            owner[start:end] = int(who)  # numpy takes twice as long over a member of an enumeration
+            if completion is not None:
+                logprobs[start:end], versions[start:end] = completion.logprobs, completion.versions
+                kept_mass[start:end] = completion.log_kept_mass
+            start = end
         return Trajectory(
             tokens=self.tokens(),
             owner=owner,
@@ -172,7 +171,7 @@ class Play:
 
 
 def checked(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
-    if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
+    if not isinstance(messages, tuple | list | Sequence) or not all(isinstance(message, Message) for message in messages):
         raise UserCodeFailed(f"{type(environment).__name__}.{where} gave {messages!r:.80}, it must be a sequence of Messages")
     return messages
 
@@ -228,7 +227,7 @@ class Player:
         """
         play = Play(task, environment, sampling, list(task.messages))
         outcome: Outcome | None
-        limit = asyncio.timeout(self.timeout_s)
+        limit = limited(self.timeout_s)
         try:
             async with limit:
                 outcome = await self._episode(play, memo or PromptMemo())

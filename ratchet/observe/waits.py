@@ -52,10 +52,8 @@ class Wait:
     def __enter__(self) -> None:
         begin(self)
 
-    def __exit__(self, *raised: object) -> None:
-        end(self)
-        if isinstance(self.whom, str):
-            note(self.whom, f"ended '{self.name}'" if raised[0] is None else f"failed '{self.name}'")
+    def __exit__(self, raised: object, *_: object) -> None:
+        end(self, "ended" if raised is None else "failed")
 
 
 class Event(NamedTuple):
@@ -76,12 +74,15 @@ def begin(wait: Wait) -> Wait:
     return wait
 
 
-def end(wait: Wait) -> None:
+def end(wait: Wait, how: str | None = None) -> None:
+    """how: the last that was heard of whom it was for; None: nothing was heard."""
     with _lock:
         if wait in _waits:
             del _waits[wait]
             if wait.name == GENERATE:
                 ACTIVITY.end()
+        if how is not None and isinstance(wait.whom, str):
+            _note(wait.whom, f"{how} '{wait.name}'")
 
 
 def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:
@@ -92,10 +93,14 @@ def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:
 def note(who: str, what: str) -> None:
     """The last that was heard of somebody."""
     with _lock:
-        _events.pop(who, None)
-        _events[who] = Event(what, time.monotonic())
-        if len(_events) > MOST:
-            del _events[next(iter(_events))]
+        _note(who, what)
+
+
+def _note(who: str, what: str) -> None:
+    _events.pop(who, None)
+    _events[who] = Event(what, time.monotonic())
+    if len(_events) > MOST:
+        del _events[next(iter(_events))]
 
 
 def forget(who: str) -> None:

@@ -40,12 +40,14 @@ class WeightedSum:
 
     def _sum(self, outcomes: Mapping[str, Outcome]) -> Outcome:
         total: float | None = 0.0
+        cut = False
         parts: dict[str, float] = {}
         for name, outcome in outcomes.items():
             if isinstance(outcome, Failed):
                 return Failed(outcome.kind, f"reward '{name}': {outcome.detail}")
             if isinstance(outcome, Cancelled | Unjudged):
                 return outcome
+            cut = cut or isinstance(outcome, Truncated)
             if outcome.reward is None:  # nobody could judge a part of this unfinished attempt, so nobody can the whole
                 total = None
                 continue
@@ -53,10 +55,10 @@ class WeightedSum:
                 return Failed("reward", f"reward '{name}' is {outcome.reward}: it must be finite")
             total = None if total is None else total + self.weights[name] * outcome.reward
             parts[name] = outcome.reward
-            parts |= {f"{name}/{part}": value for part, value in outcome.parts.items() if part != name}
-        if total is None or any(isinstance(outcome, Truncated) for outcome in outcomes.values()):
-            return Truncated(total, parts)
-        return Scored(total, parts)
+            for part, value in outcome.parts.items():
+                if part != name:
+                    parts[f"{name}/{part}"] = value
+        return Truncated(total, parts) if cut or total is None else Scored(total, parts)
 
 
 def composed(sections: Sequence[Section]) -> WeightedSum:
