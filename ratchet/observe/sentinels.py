@@ -139,10 +139,10 @@ class Exhibit(NamedTuple):
 
 def repetition(row: Trajectory) -> float | None:
     """Share of the n-grams of 8 tokens of what the policy wrote that were there before; None where it wrote fewer tokens."""
+    if row.completion_length < NGRAM:
+        return None
     tokens = row.tokens[row.owner == POLICY]
     count, size = len(tokens) - NGRAM + 1, tokens.itemsize
-    if count < 1:
-        return None
     written = tokens.tobytes()  # as bytes n-grams are compared whole: a hundred times as fast as rows of numbers
     return 1.0 - len({written[start : start + NGRAM * size] for start in range(0, count * size, size)}) / count
 
