@@ -60,7 +60,7 @@ class PromptMemo:
         return self.tokens, self.media
 
 
-@dataclass
+@dataclass(slots=True)
 class TokenRecord:
     """Token columns as they grow, piece by piece; each piece knows who wrote it."""
 
@@ -116,7 +116,7 @@ class TokenRecord:
         return routes
 
 
-@dataclass
+@dataclass(slots=True)
 class Strand:
     """A stretch of an attempt in which every prompt extends the last one: it becomes one trajectory.
 
@@ -130,10 +130,10 @@ class Strand:
 
     @property
     def sampled(self) -> bool:
-        return any(completion is not None for _, _, completion in self.record.pieces)
+        return len(self.record.pieces) > 1  # what follows the prompt, the policy wrote first
 
 
-@dataclass
+@dataclass(slots=True)
 class Play:
     """An attempt while it is played. metrics: sums over its turns."""
 
@@ -183,7 +183,7 @@ def checked_step(step: Any, environment: Environment) -> Step:
     if step.reward is not None and not finite(step.reward):
         raise UserCodeFailed(f"{name}.step gave the reward {step.reward!r:.80}, it must be a finite number or None")
     metrics = {} if step.metrics is None else step.metrics
-    if not isinstance(metrics, Mapping) or not all(finite(number) for number in metrics.values()):
+    if not isinstance(metrics, dict | Mapping) or not all(map(finite, metrics.values())):
         raise UserCodeFailed(f"{name}.step gave the metrics {metrics!r:.80}, they must be finite numbers by name")
     checked(step.messages, "step", environment)
     if not step.done and not step.messages:
@@ -276,7 +276,8 @@ class Player:
             own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, room))
         play.waits_for = "the generator"
         with waiting("attempts", GENERATE, "generator", self.timeout_s):
-            completion = await self._completion(strand, own)
+            media = [strand.media] if strand.media else []  # a generator need not know of any
+            completion = await self.generator.generate(strand.record.tokens(), own, *media)
         play.waits_for = "the environment"
         start = strand.record.length
         strand.record.add(Owner.POLICY, completion.tokens, completion)
@@ -293,18 +294,12 @@ class Player:
         with self._waiting("step", play.environment):
             answer = await guarded(lambda: play.environment.step(message))
         step = checked_step(answer, play.environment)
-        strand.turns.append(Turn(start, strand.record.length, step.reward, step.state_key, terminated=step.done))
+        strand.turns.append(Turn(start, strand.record.length, step.reward, step.state_key, step.done))
         for name, measured in (step.metrics or {}).items():
             play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
         if not step.done:
             self._observe(play, completion, history, step.messages)
         return step.done, None
-
-    async def _completion(self, strand: Strand, sampling: Sampling) -> Completion:
-        tokens = strand.record.tokens()
-        if not strand.media:  # a generator need not know of any
-            return await self.generator.generate(tokens, sampling)
-        return await self.generator.generate(tokens, sampling, strand.media)
 
     def _waiting(self, name: str, environment: Environment) -> Wait:
         return waiting("attempts", name, f"environment {type(environment).__name__}", self.timeout_s)

@@ -56,6 +56,8 @@ class RolloutManager:
     ) -> None:
         self.player, self.new_environment, self.reward = player, new_environment, reward
         self.needs_reward, self.judge_timeout_s, self.retries = needs_reward, judge_timeout_s, retries
+        # Whether an attempt can be judged as soon as it ends, whatever becomes of the others.
+        self._judges_alone = reward is None or not getattr(reward, "together", True)
         self.playing = 0  # attempts that are played or judged now
         self._idle: list[Environment] = []
 
@@ -106,11 +108,6 @@ class RolloutManager:
         finally:
             self.playing -= 1
 
-    @property
-    def _judges_alone(self) -> bool:
-        """Whether an attempt can be judged as soon as it ends, whatever becomes of the others."""
-        return self.reward is None or not getattr(self.reward, "together", True)
-
     async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
         own = sampling.seeded(seed_for(sampling.seed, group_id, attempt))
         retries = 0
@@ -140,6 +137,8 @@ class RolloutManager:
         """Attempts that ended in order or were cut off get an outcome with a reward; the others keep what they have."""
         judged = list(played)
         chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, OPEN)]
+        if not chosen:
+            return judged
         outcomes = await self._outcomes([played[i] for i in chosen], task)
         for i, outcome in zip(chosen, outcomes, strict=True):
             if not self.needs_reward and isinstance(outcome, Truncated) and outcome.reward is None:
@@ -152,8 +151,6 @@ class RolloutManager:
         when another is judged again."""
         if self.reward is None:
             return [_environment_outcome(rows, needed=self.needs_reward) for rows in candidates]
-        if not candidates:
-            return []
         outcomes = await self._score(self.reward, candidates, task)
         for _ in range(self.retries):
             open_ones = [i for i, outcome in enumerate(outcomes) if may_pass(outcome)]

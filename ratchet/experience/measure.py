@@ -33,10 +33,8 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     count: a greedy baseline has numbers of its own. Given text has neither lengths nor rewards that say how a run goes, and
     those of a group that is replayed said it when it was new."""
     rows = [t for group in groups for t in group.trajectories]
-    numbers = {
-        "tokens": float(sum(map(len, rows))),
-        "trained_tokens": float(np.count_nonzero(_joined([t.trainable for t in rows if t.counts and t.use == "train"], np.bool_))),
-    }
+    trains = _joined([t.trainable for t in rows if t.counts and t.use == "train"], np.bool_)
+    numbers = {"tokens": float(sum(map(len, rows))), "trained_tokens": float(np.count_nonzero(trains))}
     groups = [group for group in groups if not group.uses]
     sampled = [t for group in groups if any(_is_sampled(t) for t in group.trajectories) for t in group.trajectories]
     attempts = [t for t in sampled if t.use == "train"]

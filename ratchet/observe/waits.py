@@ -53,7 +53,9 @@ class Wait:
         begin(self)
 
     def __exit__(self, raised: object, *_: object) -> None:
-        end(self, "ended" if raised is None else "failed")
+        end(self)
+        if isinstance(self.whom, str):
+            note(self.whom, f"ended '{self.name}'" if raised is None else f"failed '{self.name}'")
 
 
 class Event(NamedTuple):
@@ -61,28 +63,24 @@ class Event(NamedTuple):
     at: float  # of time.monotonic
 
 
-_waits: dict[Wait, None] = {}  # in order of their beginnings
+# In order of their beginnings, all True. To enter, to leave and to copy it is one step each: threads need no lock for that.
+_waits: dict[Wait, bool] = {}
 _events: dict[str, Event] = {}  # the latest last
 _lock = threading.RLock()  # a signal may come while this thread holds it
 
 
 def begin(wait: Wait) -> Wait:
-    with _lock:
-        _waits[wait] = None
-        if wait.name == GENERATE:
+    _waits[wait] = True
+    if wait.name == GENERATE:
+        with _lock:
             ACTIVITY.begin()
     return wait
 
 
-def end(wait: Wait, how: str | None = None) -> None:
-    """how: the last that was heard of whom it was for; None: nothing was heard."""
-    with _lock:
-        if wait in _waits:
-            del _waits[wait]
-            if wait.name == GENERATE:
-                ACTIVITY.end()
-        if how is not None and isinstance(wait.whom, str):
-            _note(wait.whom, f"{how} '{wait.name}'")
+def end(wait: Wait) -> None:
+    if _waits.pop(wait, False) and wait.name == GENERATE:
+        with _lock:
+            ACTIVITY.end()
 
 
 def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:
@@ -93,14 +91,10 @@ def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:
 def note(who: str, what: str) -> None:
     """The last that was heard of somebody."""
     with _lock:
-        _note(who, what)
-
-
-def _note(who: str, what: str) -> None:
-    _events.pop(who, None)
-    _events[who] = Event(what, time.monotonic())
-    if len(_events) > MOST:
-        del _events[next(iter(_events))]
+        _events.pop(who, None)
+        _events[who] = Event(what, time.monotonic())
+        if len(_events) > MOST:
+            del _events[next(iter(_events))]
 
 
 def forget(who: str) -> None:
@@ -110,8 +104,7 @@ def forget(who: str) -> None:
 
 def table() -> str:
     """A line for each wait, the oldest first; those of the same for the same are one."""
-    with _lock:
-        waits = list(_waits)
+    waits = list(_waits)
     if not waits:
         return f"process {os.getpid()} waits for no other process"
     alike: dict[tuple[str, str, str], list[Wait]] = {}
