@@ -302,9 +302,11 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        for name in ("owner", "trainable", "rollout_logprobs", "versions"):
-            column = getattr(self, name)
-            assert len(column) == length, f"{name} has {len(column)} entries for {length} tokens"
+        assert len(self.owner) == length, f"owner has {len(self.owner)} entries for {length} tokens"
+        assert len(self.trainable) == length, f"trainable has {len(self.trainable)} entries for {length} tokens"
+        logprobs, versions = len(self.rollout_logprobs), len(self.versions)
+        assert logprobs == length, f"rollout_logprobs has {logprobs} entries for {length} tokens"
+        assert versions == length, f"versions has {versions} entries for {length} tokens"
         assert self.routes is None or len(self.routes) == length, "routes are of other tokens"
 
     def __len__(self) -> int:

@@ -68,15 +68,15 @@ class RolloutManager:
         there is one more at temperature 0, the group's baseline. With `redundant`, so many more are begun: the first `attempts`
         that end well are kept, and the others are cancelled."""
         memo = PromptMemo()
-        tries = [self._counted(self._attempt(task, sampling, group_id, i, memo)) for i in range(attempts + redundant)]
+        tries = [self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)]
         playing = first(tries, attempts, well=_ended_well)
         if greedy:
-            extra = self._counted(self._attempt(task, replace(sampling, temperature=0.0), group_id, len(tries), memo))
+            extra = self._attempt(task, replace(sampling, temperature=0.0), group_id, len(tries), memo)
             played, (baseline,) = await asyncio.gather(playing, first([extra], 1))
             played.append([replace(row, use="baseline") for row in baseline])
         else:
             played = await playing
-        judged = played if self._judges_alone else await self._counted(self._judge(task, played))
+        judged = played if self._judges_alone else await self._judge_together(task, played)
         return Group(group_id, task, tuple([row for rows in judged for row in rows]))
 
     async def groups(
@@ -101,24 +101,21 @@ class RolloutManager:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(_close(environment) for environment in idle))
 
-    async def _counted(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
         self.playing += 1
         try:
-            return await work
+            own = sampling.seeded(seed_for(sampling.seed, group_id, attempt))
+            retries = 0
+            with ACTIVITY.attempt(group_id, attempt):
+                rows = await self._play(task, own, attempt, memo)
+                while retries < self.retries and may_pass(rows[-1].outcome):
+                    retries += 1
+                    rows = await self._play(task, own, attempt, memo, fresh=True)
+            if retries:
+                rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
+            return (await self._judge(task, [rows]))[0] if self._judges_alone else rows
         finally:
             self.playing -= 1
-
-    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
-        own = sampling.seeded(seed_for(sampling.seed, group_id, attempt))
-        retries = 0
-        with ACTIVITY.attempt(group_id, attempt):
-            rows = await self._play(task, own, attempt, memo)
-            while retries < self.retries and may_pass(rows[-1].outcome):
-                retries += 1
-                rows = await self._play(task, own, attempt, memo, fresh=True)
-        if retries:
-            rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
-        return (await self._judge(task, [rows]))[0] if self._judges_alone else rows
 
     async def _play(self, task: Task, sampling: Sampling, attempt: int, memo: PromptMemo, *, fresh: bool = False) -> Rows:
         environment = self._idle.pop() if self._idle and not fresh else self.new_environment()
@@ -132,6 +129,13 @@ class RolloutManager:
                 self._idle.append(environment)
             else:  # its state can't be trusted any more
                 await _close(environment)
+
+    async def _judge_together(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
+        self.playing += 1  # counted as one
+        try:
+            return await self._judge(task, played)
+        finally:
+            self.playing -= 1
 
     async def _judge(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
         """Attempts that ended in order or were cut off get an outcome with a reward; the others keep what they have."""
@@ -183,7 +187,8 @@ async def first(
 ) -> list[T]:
     """Results of the first `n` that end as `well` likes, and of those that ended otherwise by then, in the order given; the
     others are cancelled, after `parting`."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(coroutine) for coroutine in coroutines]
     pending = set(tasks)
     try:
         if n >= len(tasks):

@@ -36,13 +36,14 @@ class WeightedSum:
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         asked = [reward.score(trajectories, task) for reward in self.rewards.values()]
         columns = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
-        return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]
+        return [self._sum(row) for row in zip(*columns, strict=True)]
 
-    def _sum(self, outcomes: Mapping[str, Outcome]) -> Outcome:
+    def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
+        """outcomes: one of each reward, in their order."""
         total: float | None = 0.0
         cut = False
         parts: dict[str, float] = {}
-        for name, outcome in outcomes.items():
+        for name, outcome in zip(self.rewards, outcomes, strict=True):
             if isinstance(outcome, Failed):
                 return Failed(outcome.kind, f"reward '{name}': {outcome.detail}")
             if isinstance(outcome, Cancelled | Unjudged):
