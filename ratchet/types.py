@@ -330,6 +330,11 @@ class Trajectory:
         return isinstance(self.outcome, Truncated) or (isinstance(self.outcome, Unjudged) and self.outcome.truncated)
 
     @property
+    def sampled(self) -> bool:
+        """Whether a policy wrote any of it: what it writes has its weights' version, and given text has none."""
+        return bool(len(self.versions)) and bool(self.versions[self.versions.argmax()] >= 0)  # a third of the time of any()
+
+    @property
     def completion_length(self) -> int:
         return self.owner.tobytes().count(POLICY)  # of a few tokens in a tenth of the time that numpy takes to begin
 

@@ -253,8 +253,9 @@ class Player:
         if self.offers(environment, OffersTools):
             play.tools = await offered_tools(environment, play.task) or None  # a mixture may have none for this task
             play.metrics["malformed_tool_calls"] = 0
-        prompt, play.strand.media = memo.render(self.renderer, play.messages, play.tools)
-        play.strand.record.add(Owner.PROMPT, prompt)
+        strand = play.strand
+        prompt, strand.media = memo.render(self.renderer, play.messages, play.tools)
+        strand.record.add(Owner.PROMPT, prompt)
         for number in range(self.max_turns):
             room = self.max_context - play.strand.record.length
             if room <= 0:

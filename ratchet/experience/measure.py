@@ -137,8 +137,8 @@ def mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[int]) -> fl
 
 
 def _is_sampled(row: Trajectory) -> bool:
-    """What a policy wrote has its weights' version; given text has none, and neither fails nor breaks off."""
-    return bool((row.versions >= 0).any()) or not isinstance(row.outcome, Scored | None)
+    """Or was to be: given text neither fails nor breaks off."""
+    return row.sampled or not isinstance(row.outcome, Scored | None)
 
 
 def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
