@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Rows = list[Trajectory]  # of one attempt: one, unless its history forked
 
-OPEN = Truncated | None  # of an attempt that is still to be judged: it ended in order, or was cut off
+OPEN = Truncated | None  # the outcome of an attempt that is still to be judged: it ended in order, or was cut off
 
 CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
 
@@ -131,7 +131,7 @@ class RolloutManager:
                 await _close(environment)
 
     async def _judge_together(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
-        self.playing += 1  # counted as one
+        self.playing += 1  # as one that is under way, for who waits until nothing moves
         try:
             return await self._judge(task, played)
         finally:
@@ -213,8 +213,7 @@ async def first(
 
 def _own(task: Task) -> Task:
     """What could be changed in place is the attempt's own: neither another one nor the reward sees it."""
-    answer, meta = copy.deepcopy(task.answer), copy.deepcopy(task.meta)
-    return Task(task.id, task.messages, answer, task.environment, task.seed, task.tag, meta)
+    return replace(task, answer=copy.deepcopy(task.answer), meta=copy.deepcopy(task.meta))
 
 
 def _ended_well(rows: Rows) -> bool:
