@@ -7,9 +7,11 @@ GRPO prompt a group of n attempts. L = tokens of one trajectory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -145,6 +147,22 @@ class Sampling:
     drawn: int = 0
     adapter: str | None = None
 
+    def seeded(self, seed: int) -> Sampling:
+        """As `replace` would give it, which takes twice as long."""
+        return Sampling(
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            self.max_new_tokens,
+            self.stop,
+            self.stop_ids,
+            seed,
+            self.routes,
+            self.drawn,
+            self.adapter,
+        )
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -205,6 +223,14 @@ class Turn:
     reward: float | None = None  # None: the environment leaves judging to rewards
     state_key: str = ""
     terminated: bool = False
+
+
+NUMBER = float | Real  # a float is known at once; of anything else the abstract class is asked, ten times as slowly
+
+
+def finite(number: Any) -> bool:
+    """Whether it can be a reward, a part of one, or a metric."""
+    return isinstance(number, NUMBER) and math.isfinite(number)
 
 
 # --- how an attempt ends. A failure is never a reward: only Scored, and Truncated with a reward, enter statistics.
@@ -276,9 +302,11 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        for name in ("owner", "trainable", "rollout_logprobs", "versions"):
-            column = getattr(self, name)
-            assert len(column) == length, f"{name} has {len(column)} entries for {length} tokens"
+        assert len(self.owner) == length, f"owner has {len(self.owner)} entries for {length} tokens"
+        assert len(self.trainable) == length, f"trainable has {len(self.trainable)} entries for {length} tokens"
+        logprobs, versions = len(self.rollout_logprobs), len(self.versions)
+        assert logprobs == length, f"rollout_logprobs has {logprobs} entries for {length} tokens"
+        assert versions == length, f"versions has {versions} entries for {length} tokens"
         assert self.routes is None or len(self.routes) == length, "routes are of other tokens"
 
     def __len__(self) -> int:
@@ -302,8 +330,13 @@ class Trajectory:
         return isinstance(self.outcome, Truncated) or (isinstance(self.outcome, Unjudged) and self.outcome.truncated)
 
     @property
+    def sampled(self) -> bool:
+        """Whether a policy wrote any of it: what it writes has its weights' version, and given text has none."""
+        return bool(len(self.versions)) and bool(self.versions[self.versions.argmax()] >= 0)  # a third of the time of any()
+
+    @property
     def completion_length(self) -> int:
-        return int(np.count_nonzero(self.owner == POLICY))
+        return self.owner.tobytes().count(POLICY)  # of a few tokens in a tenth of the time that numpy takes to begin
 
     @classmethod
     def supervised(
@@ -322,7 +355,25 @@ class Trajectory:
         )
 
     def judged(self, outcome: Outcome) -> Trajectory:
-        return replace(self, outcome=outcome)
+        """As `replace` would give it, which takes three times as long."""
+        return Trajectory(
+            self.tokens,
+            self.owner,
+            self.trainable,
+            self.rollout_logprobs,
+            self.versions,
+            self.log_kept_mass,
+            self.routes,
+            self.attempt,
+            self.use,
+            self.temperature,
+            self.turns,
+            self.messages,
+            outcome,
+            self.metrics,
+            self.media,
+            self.extras,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class Conversation:
 def _shield(messages: Sequence[Message], specials: Mapping[str, int]) -> tuple[list[Message], dict[int, str]]:
     """(messages in which every control token that somebody typed is one private code point, what each stands for)."""
     said = "\n".join(text for message in messages for text in _texts(message))
-    typed = [special for special in sorted(specials, key=len, reverse=True) if special in said]
+    typed = sorted([special for special in specials if special in said], key=len, reverse=True)
     if not typed:
         return list(messages), {}
     free = (point for point in PRIVATE_USE if chr(point) not in said)

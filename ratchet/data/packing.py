@@ -5,6 +5,7 @@ T = tokens, S = sequences, G = groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,35 +39,36 @@ def pack(groups: Sequence[Group]) -> Batch:
         parts = [column(t) for t in trajectories]
         return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype))
 
-    def trainable(counts: Callable[[Trajectory], bool]) -> Tensor:
-        counts_S = np.asarray([counts(t) for t in trajectories], dtype=np.bool_)
-        return tokens(lambda t: t.trainable, np.bool_) & torch.from_numpy(np.repeat(counts_S, lengths))
+    def sequences(column: Sequence[float], dtype: type) -> Tensor:
+        return torch.from_numpy(np.asarray(column, dtype=dtype))
 
-    def sequences(column: Callable[[int, Trajectory], float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor([column(g, t) for g, t in rows], dtype=dtype)
-
+    uses, rewards = [t.use for t in trajectories], [t.reward for t in trajectories]
+    train_S, baseline_S, reference_S = (
+        sequences([use == name for use in uses], np.bool_) for name in ("train", "baseline", "reference")
+    )
+    trainable_T, lengths_S = tokens(lambda t: t.trainable, np.bool_), torch.from_numpy(lengths)
     return Batch(
         tokens_T=tokens(lambda t: t.tokens, np.int64),
         positions_T=torch.from_numpy(np.arange(spans.total) - np.repeat(starts, lengths)),
         turn_T=torch.from_numpy(spans.turns()),
         turn_rewards_T=torch.from_numpy(spans.turn_rewards()),
         state_T=torch.from_numpy(spans.states()),
-        trainable_T=trainable(lambda t: t.use == "train"),
-        predicted_T=trainable(lambda t: t.use != "baseline"),
+        trainable_T=trainable_T & train_S.repeat_interleave(lengths_S),
+        predicted_T=trainable_T & ~baseline_S.repeat_interleave(lengths_S),
         rollout_logprobs_T=tokens(lambda t: t.rollout_logprobs, np.float32),
         log_kept_mass_T=tokens(_kept_mass, np.float32),
         versions_T=tokens(lambda t: t.versions, np.int32),
-        lengths_S=torch.from_numpy(lengths),
-        group_S=sequences(lambda g, t: g, torch.int64),
-        attempt_S=sequences(lambda g, t: t.attempt, torch.int64),
-        train_S=sequences(lambda g, t: t.use == "train", torch.bool),
-        baseline_S=sequences(lambda g, t: t.use == "baseline", torch.bool),
-        reference_S=sequences(lambda g, t: t.use == "reference", torch.bool),
-        scored_S=sequences(lambda g, t: t.reward is not None, torch.bool),
-        truncated_S=sequences(lambda g, t: t.truncated, torch.bool),
-        rewards_S=sequences(lambda g, t: float("nan") if t.reward is None else t.reward, torch.float64),
-        temperature_S=sequences(lambda g, t: t.temperature, torch.float64),
-        tag_S=sequences(lambda g, t: tags.index(kept[g][0].task.tag), torch.int64),
+        lengths_S=lengths_S,
+        group_S=sequences([g for g, _ in rows], np.int64),
+        attempt_S=sequences([t.attempt for t in trajectories], np.int64),
+        train_S=train_S,
+        baseline_S=baseline_S,
+        reference_S=reference_S,
+        scored_S=sequences([reward is not None for reward in rewards], np.bool_),
+        truncated_S=sequences([t.truncated for t in trajectories], np.bool_),
+        rewards_S=sequences([math.nan if reward is None else reward for reward in rewards], np.float64),
+        temperature_S=sequences([t.temperature for t in trajectories], np.float64),
+        tag_S=sequences([tags.index(kept[g][0].task.tag) for g, _ in rows], np.int64),
         group_ids=tuple(group.id for group, _ in kept),
         tags=tags,
         media_S=tuple(t.media for t in trajectories) if any(t.media for t in trajectories) else (),

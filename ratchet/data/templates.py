@@ -23,6 +23,8 @@ from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, Role
 
+ROLES: tuple[str, ...] = get_args(Role)
+
 # What a message stands for in a probe: nothing that a template could contain, split, strip or escape.
 SENTINEL = "\ue000RatchetProbe\ue001"
 
@@ -120,7 +122,9 @@ def _compile(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
+        template.globals = dict(template.globals)  # of a chain of mappings each rendering makes a dictionary anew, slowly
+        return template
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from error
 
@@ -153,8 +157,8 @@ class ChatTemplate:
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         for i, message in enumerate(messages):
-            if message.role not in get_args(Role):
-                raise DataError(f"message {i} has the unknown role '{message.role}': use {', '.join(get_args(Role))}")
+            if message.role not in ROLES:
+                raise DataError(f"message {i} has the unknown role '{message.role}': use {', '.join(ROLES)}")
             if message.role in ("system", "tool") and not self._shows[message.role]:
                 raise DataError(f"message {i}: the chat template leaves out what the role '{message.role}' says")
 

@@ -10,17 +10,19 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from ratchet.experience.episode import PromptMemo
-from ratchet.experience.guard import UserCodeFailed, finite, guarded, may_pass
+from ratchet.experience.guard import UserCodeFailed, guarded, limited, may_pass
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Environment, Reward
 from ratchet.observe.activity import ACTIVITY
 from ratchet.observe.waits import waiting
-from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated, Unjudged
+from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated, Unjudged, finite
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Rows = list[Trajectory]  # of one attempt: one, unless its history forked
+
+OPEN = Truncated | None  # the outcome of an attempt that is still to be judged: it ended in order, or was cut off
 
 CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
 
@@ -54,6 +56,8 @@ class RolloutManager:
     ) -> None:
         self.player, self.new_environment, self.reward = player, new_environment, reward
         self.needs_reward, self.judge_timeout_s, self.retries = needs_reward, judge_timeout_s, retries
+        # Whether an attempt can be judged as soon as it ends, whatever becomes of the others.
+        self._judges_alone = reward is None or not getattr(reward, "together", True)
         self.playing = 0  # attempts that are played or judged now
         self._idle: list[Environment] = []
 
@@ -64,13 +68,16 @@ class RolloutManager:
         there is one more at temperature 0, the group's baseline. With `redundant`, so many more are begun: the first `attempts`
         that end well are kept, and the others are cancelled."""
         memo = PromptMemo()
-        tries = [self._counted(self._attempt(task, sampling, group_id, i, memo)) for i in range(attempts + redundant)]
-        own = replace(sampling, temperature=0.0)
-        extra = [self._counted(self._attempt(task, own, group_id, len(tries), memo))] if greedy else []
-        kept, others = await asyncio.gather(first(tries, attempts, well=_ended_well), first(extra, 1))
-        baseline = [[replace(row, use="baseline") for row in rows] for rows in others]
-        judged = [*kept, *baseline] if self._judges_alone else await self._counted(self._judge(task, [*kept, *baseline]))
-        return Group(group_id, task, tuple(row for rows in judged for row in rows))
+        tries = [self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)]
+        playing = first(tries, attempts, well=_ended_well)
+        if greedy:
+            extra = self._attempt(task, replace(sampling, temperature=0.0), group_id, len(tries), memo)
+            played, (baseline,) = await asyncio.gather(playing, first([extra], 1))
+            played.append([replace(row, use="baseline") for row in baseline])
+        else:
+            played = await playing
+        judged = played if self._judges_alone else await self._judge_together(task, played)
+        return Group(group_id, task, tuple([row for rows in judged for row in rows]))
 
     async def groups(
         self,
@@ -94,29 +101,21 @@ class RolloutManager:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(_close(environment) for environment in idle))
 
-    async def _counted(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
         self.playing += 1
         try:
-            return await work
+            own = sampling.seeded(seed_for(sampling.seed, group_id, attempt))
+            retries = 0
+            with ACTIVITY.attempt(group_id, attempt):
+                rows = await self._play(task, own, attempt, memo)
+                while retries < self.retries and may_pass(rows[-1].outcome):
+                    retries += 1
+                    rows = await self._play(task, own, attempt, memo, fresh=True)
+            if retries:
+                rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
+            return (await self._judge(task, [rows]))[0] if self._judges_alone else rows
         finally:
             self.playing -= 1
-
-    @property
-    def _judges_alone(self) -> bool:
-        """Whether an attempt can be judged as soon as it ends, whatever becomes of the others."""
-        return self.reward is None or not getattr(self.reward, "together", True)
-
-    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
-        own = replace(sampling, seed=seed_for(sampling.seed, group_id, attempt))
-        retries = 0
-        with ACTIVITY.attempt(group_id, attempt):
-            rows = await self._play(task, own, attempt, memo)
-            while retries < self.retries and may_pass(rows[-1].outcome):
-                retries += 1
-                rows = await self._play(task, own, attempt, memo, fresh=True)
-        if retries:
-            rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
-        return (await self._judge(task, [rows]))[0] if self._judges_alone else rows
 
     async def _play(self, task: Task, sampling: Sampling, attempt: int, memo: PromptMemo, *, fresh: bool = False) -> Rows:
         environment = self._idle.pop() if self._idle and not fresh else self.new_environment()
@@ -131,10 +130,19 @@ class RolloutManager:
             else:  # its state can't be trusted any more
                 await _close(environment)
 
+    async def _judge_together(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
+        self.playing += 1  # as one that is under way, for who waits until nothing moves
+        try:
+            return await self._judge(task, played)
+        finally:
+            self.playing -= 1
+
     async def _judge(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
         """Attempts that ended in order or were cut off get an outcome with a reward; the others keep what they have."""
         judged = list(played)
-        chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, Truncated | None)]
+        chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, OPEN)]
+        if not chosen:
+            return judged
         outcomes = await self._outcomes([played[i] for i in chosen], task)
         for i, outcome in zip(chosen, outcomes, strict=True):
             if not self.needs_reward and isinstance(outcome, Truncated) and outcome.reward is None:
@@ -147,8 +155,6 @@ class RolloutManager:
         when another is judged again."""
         if self.reward is None:
             return [_environment_outcome(rows, needed=self.needs_reward) for rows in candidates]
-        if not candidates:
-            return []
         outcomes = await self._score(self.reward, candidates, task)
         for _ in range(self.retries):
             open_ones = [i for i, outcome in enumerate(outcomes) if may_pass(outcome)]
@@ -157,12 +163,11 @@ class RolloutManager:
             again = await self._score(self.reward, candidates, task)
             for i in open_ones:
                 outcomes[i] = again[i]
-        return [_with_turn_rewards(rows, outcome) for rows, outcome in zip(candidates, outcomes, strict=True)]
+        return list(map(_with_turn_rewards, candidates, outcomes))
 
     async def _score(self, reward: Reward, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
-        limit = asyncio.timeout(self.judge_timeout_s)
         try:
-            async with limit:
+            async with limited(self.judge_timeout_s):
                 with waiting("attempts", "score", f"reward {type(reward).__name__}", self.judge_timeout_s):
                     given = await guarded(lambda: reward.score([rows[-1] for rows in candidates], task))
             return [_checked(outcome, reward) for outcome in _one_each(given, candidates, reward)]
@@ -182,7 +187,8 @@ async def first(
 ) -> list[T]:
     """Results of the first `n` that end as `well` likes, and of those that ended otherwise by then, in the order given; the
     others are cancelled, after `parting`."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(coroutine) for coroutine in coroutines]
     pending = set(tasks)
     try:
         if n >= len(tasks):
@@ -201,7 +207,8 @@ async def first(
         left = [task for task in tasks if not task.done() or task.cancelled() or task.exception()]
         for task in left:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        if left:
+            await asyncio.gather(*left, return_exceptions=True)
 
 
 def _own(task: Task) -> Task:
@@ -223,7 +230,7 @@ async def _close(environment: Environment) -> None:
 
 def _one_each(given: Any, candidates: Sequence[Rows], reward: Reward) -> list[Any]:
     name = type(reward).__name__
-    if not isinstance(given, Sequence):
+    if not isinstance(given, list | Sequence):  # the former is told at once, the latter asked for
         raise UserCodeFailed(f"{name}.score gave {given!r:.80}, it must be a sequence of outcomes")
     if len(given) != len(candidates):
         raise UserCodeFailed(f"{name}.score gave {len(given)} outcomes for {len(candidates)} trajectories")
@@ -236,8 +243,8 @@ def _checked(outcome: Any, reward: Reward) -> Outcome:
         return Failed("reward", f"{name}.score gave {outcome!r:.80} for an attempt, it must be an Outcome such as Scored(1.0)")
     if isinstance(outcome, Scored | Truncated):
         unknown = isinstance(outcome, Truncated) and outcome.reward is None
-        parts = outcome.parts.values() if isinstance(outcome.parts, Mapping) else [None]
-        if not all(finite(number) for number in parts) or not (unknown or finite(outcome.reward)):
+        parts = outcome.parts.values() if isinstance(outcome.parts, dict | Mapping) else [None]
+        if not all(map(finite, parts)) or not (unknown or finite(outcome.reward)):
             return Failed("reward", f"{name}.score gave {outcome!r:.200}, and rewards and their parts are finite numbers")
     return outcome
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, pstdev
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ratchet.observe.reducers import Bins, Percentile, Reducer
 from ratchet.observe.sentinels import measure_repetition
@@ -30,10 +33,8 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     count: a greedy baseline has numbers of its own. Given text has neither lengths nor rewards that say how a run goes, and
     those of a group that is replayed said it when it was new."""
     rows = [t for group in groups for t in group.trajectories]
-    numbers = {
-        "tokens": float(sum(len(t) for t in rows)),
-        "trained_tokens": float(sum(int(np.count_nonzero(t.trainable)) for t in rows if t.counts and t.use == "train")),
-    }
+    trains = _joined([t.trainable for t in rows if t.counts and t.use == "train"], np.bool_)
+    numbers = {"tokens": float(sum(map(len, rows))), "trained_tokens": float(np.count_nonzero(trains))}
     groups = [group for group in groups if not group.uses]
     sampled = [t for group in groups if any(_is_sampled(t) for t in group.trajectories) for t in group.trajectories]
     attempts = [t for t in sampled if t.use == "train"]
@@ -43,12 +44,12 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     if attempts:
         numbers |= _measure_play(groups)
         numbers |= _measure_attempts(attempts) | _measure_rewards([t for t in attempts if t.reward is not None])
-        scored = [[t.reward for t in group.trajectories if t.use == "train" and t.reward is not None] for group in groups]
+        scored = [[r for t in group.trajectories if t.use == "train" and (r := t.reward) is not None] for group in groups]
         if any(scored):
             numbers["equal_rewards_share"] = fmean(max(row) == min(row) for row in scored if row)
     if greedy:
         numbers["greedy_unscored_share"] = fmean(t.reward is None for t in greedy)
-        if rewards := [t.reward for t in greedy if t.reward is not None]:
+        if rewards := [reward for t in greedy if (reward := t.reward) is not None]:
             numbers["greedy_reward"] = fmean(rewards)
     return numbers
 
@@ -95,12 +96,16 @@ def measure_staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
     """By how many versions the weights that drew a token lie behind those that it trains, over the tokens that train; where
     none does, nothing."""
     rows = [t for group in groups for t in group.trajectories if t.counts and t.use == "train"]
-    versions = np.concatenate([np.zeros(0, np.int32), *(t.versions for t in rows)])
-    trains = np.concatenate([np.zeros(0, np.bool_), *(t.trainable for t in rows)])
+    versions, trains = _joined([t.versions for t in rows], np.int32), _joined([t.trainable for t in rows], np.bool_)
     known = step - versions[trains & (versions >= 0)]
     if not known.any():
         return {}
     return {"staleness_mean": float(known.mean()), "staleness_max": float(known.max())}
+
+
+def _joined(columns: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """End to end; of no columns, none of that type."""
+    return np.concatenate([np.zeros(0, dtype), *columns])
 
 
 def measure_redundancy(groups: Sequence[Group], begun: int) -> dict[str, float]:
@@ -132,8 +137,8 @@ def mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[int]) -> fl
 
 
 def _is_sampled(row: Trajectory) -> bool:
-    """What a policy wrote has its weights' version; given text has none, and neither fails nor breaks off."""
-    return bool((row.versions >= 0).any()) or not isinstance(row.outcome, Scored | None)
+    """Or was to be: given text neither fails nor breaks off."""
+    return row.sampled or not isinstance(row.outcome, Scored | None)
 
 
 def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
@@ -152,14 +157,15 @@ def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
 def _measure_play(groups: Sequence[Group]) -> dict[str, float]:
     """What attempts measured of themselves, which each of their rows carries, over those that did."""
     played = [rows[-1].metrics for group in groups for rows in group.attempts if rows[-1].use == "train"]
-    names = dict.fromkeys(name for metrics in played for name in metrics)
-    return {f"attempt/{name}": fmean(metrics[name] for metrics in played if name in metrics) for name in names}
+    names = dict.fromkeys(chain.from_iterable(played))
+    return {f"attempt/{name}": fmean([metrics[name] for metrics in played if name in metrics]) for name in names}
 
 
 def _measure_rewards(scored: Sequence[Trajectory]) -> dict[str, float]:
     """And of each named part, over the attempts that have it."""
-    values = {"": [t.reward for t in scored if t.reward is not None]} if scored else {}
-    for name in dict.fromkeys(name for t in scored for name in t.reward_parts):
-        values[f"/{name}"] = [t.reward_parts[name] for t in scored if name in t.reward_parts]
+    values = {"": [reward for t in scored if (reward := t.reward) is not None]} if scored else {}
+    parts = [t.reward_parts for t in scored]
+    for name in dict.fromkeys(chain.from_iterable(parts)):
+        values[f"/{name}"] = [own[name] for own in parts if name in own]
     means = {f"reward{name}": fmean(found) for name, found in values.items()}
     return means | {f"reward_std{name}": pstdev(found) for name, found in values.items()}

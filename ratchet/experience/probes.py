@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from ratchet.experience.guard import UserCodeFailed, finite, guarded
+from ratchet.experience.guard import UserCodeFailed, guarded
 from ratchet.experience.manager import RolloutManager
 from ratchet.interfaces import Reward
 from ratchet.observe.sentinels import Exhibit
-from ratchet.types import Group, Sampling, Scored, Task, Trajectory, Truncated
+from ratchet.types import Group, Sampling, Scored, Task, Trajectory, Truncated, finite
 
 OPINION, CANARY = "second_opinion/disagreement", "canary/reward"
 

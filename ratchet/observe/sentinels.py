@@ -12,9 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ratchet.config.sentinels import SentinelConfig, SentinelsConfig
 from ratchet.observe.files import replace_text
@@ -140,10 +143,14 @@ class Exhibit(NamedTuple):
 def repetition(row: Trajectory) -> float | None:
     """Share of the n-grams of 8 tokens of what the policy wrote that were there before; None where it wrote fewer tokens."""
     tokens = row.tokens[row.owner == POLICY]
-    count, size = len(tokens) - NGRAM + 1, tokens.itemsize
+    return _repeated(tokens.tobytes(), tokens.itemsize)
+
+
+def _repeated(written: bytes, size: int) -> float | None:
+    """size: of a token. As bytes n-grams are compared whole: a hundred times as fast as rows of numbers."""
+    count = len(written) // size - NGRAM + 1
     if count < 1:
         return None
-    written = tokens.tobytes()  # as bytes n-grams are compared whole: a hundred times as fast as rows of numbers
     return 1.0 - len({written[start : start + NGRAM * size] for start in range(0, count * size, size)}) / count
 
 
@@ -278,5 +285,11 @@ class Sentinels:
 
 def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
     """`repetition`: mean over attempts that are long enough; {} where none is."""
-    shares = [share for row in rows if (share := repetition(row)) is not None]
-    return {"repetition": fmean(shares)} if shares else {}
+    if not rows:
+        return {}
+    tokens = np.concatenate([row.tokens for row in rows])  # all at once: numpy takes longer to begin than over one row
+    written, size = tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(), tokens.itemsize
+    ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
+    shares = [_repeated(written[start:end], size) for start, end in pairwise(ends)]
+    known = [share for share in shares if share is not None]
+    return {"repetition": fmean(known)} if known else {}

@@ -52,10 +52,10 @@ class Wait:
     def __enter__(self) -> None:
         begin(self)
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, raised: object, *_: object) -> None:
         end(self)
         if isinstance(self.whom, str):
-            note(self.whom, f"ended '{self.name}'" if raised[0] is None else f"failed '{self.name}'")
+            note(self.whom, f"ended '{self.name}'" if raised is None else f"failed '{self.name}'")
 
 
 class Event(NamedTuple):
@@ -63,25 +63,24 @@ class Event(NamedTuple):
     at: float  # of time.monotonic
 
 
-_waits: dict[Wait, None] = {}  # in order of their beginnings
+# In order of their beginnings, all True. To enter, to leave and to copy it is one step each: threads need no lock for that.
+_waits: dict[Wait, bool] = {}
 _events: dict[str, Event] = {}  # the latest last
 _lock = threading.RLock()  # a signal may come while this thread holds it
 
 
 def begin(wait: Wait) -> Wait:
-    with _lock:
-        _waits[wait] = None
-        if wait.name == GENERATE:
+    _waits[wait] = True
+    if wait.name == GENERATE:
+        with _lock:
             ACTIVITY.begin()
     return wait
 
 
 def end(wait: Wait) -> None:
-    with _lock:
-        if wait in _waits:
-            del _waits[wait]
-            if wait.name == GENERATE:
-                ACTIVITY.end()
+    if _waits.pop(wait, False) and wait.name == GENERATE:
+        with _lock:
+            ACTIVITY.end()
 
 
 def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:
@@ -105,8 +104,7 @@ def forget(who: str) -> None:
 
 def table() -> str:
     """A line for each wait, the oldest first; those of the same for the same are one."""
-    with _lock:
-        waits = list(_waits)
+    waits = list(_waits)
     if not waits:
         return f"process {os.getpid()} waits for no other process"
     alike: dict[tuple[str, str, str], list[Wait]] = {}

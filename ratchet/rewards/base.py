@@ -9,12 +9,11 @@ import math
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from ratchet.errors import ConfigError, DataError
 from ratchet.interfaces import Reward, Votes
-from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
+from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, finite
 
 Verdict = float | Mapping[str, float] | Scored  # named parts sum to the reward; those of Scored need not
 RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
@@ -54,7 +53,7 @@ class PerTrajectory(ABC):
             return trajectory.outcome
         try:
             verdict = self.judge(trajectory, task)
-            if inspect.isawaitable(verdict):
+            if not isinstance(verdict, float) and inspect.isawaitable(verdict):
                 verdict = await verdict
             total, parts = self._judged(verdict)
         except Exception:  # the episode boundary: a reward is anyone's code, and its bug must cost one attempt, not the run
@@ -63,13 +62,14 @@ class PerTrajectory(ABC):
         return kind(total, parts)
 
     def _judged(self, verdict: Any) -> tuple[float, dict[str, float]]:
+        total: Any = None
+        named: Mapping[str, Any]
         if isinstance(verdict, Scored):
             total, named = verdict.reward, verdict.parts
         else:
-            total, named = None, verdict if isinstance(verdict, Mapping) else {self.name: verdict}
-        values = [*named.values(), *([] if total is None else [total])]
-        numbers = all(isinstance(value, Real) and math.isfinite(value) for value in values)
-        if not values or not numbers or not math.isfinite(sum(values)):
+            named = verdict if isinstance(verdict, Mapping) else {self.name: verdict}
+        values = list(named.values()) if total is None else [*named.values(), total]
+        if not values or not all(map(finite, values)) or not math.isfinite(sum(values)):
             raise DataError(
                 f"reward {self.label} returned {repr(verdict)[:200]}: it must return a finite float, "
                 "or a dict of named parts that are finite floats"

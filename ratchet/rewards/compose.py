@@ -36,16 +36,19 @@ class WeightedSum:
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         asked = [reward.score(trajectories, task) for reward in self.rewards.values()]
         columns = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
-        return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]
+        return [self._sum(row) for row in zip(*columns, strict=True)]
 
-    def _sum(self, outcomes: Mapping[str, Outcome]) -> Outcome:
+    def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
+        """outcomes: one of each reward, in their order."""
         total: float | None = 0.0
+        cut = False
         parts: dict[str, float] = {}
-        for name, outcome in outcomes.items():
+        for name, outcome in zip(self.rewards, outcomes, strict=True):
             if isinstance(outcome, Failed):
                 return Failed(outcome.kind, f"reward '{name}': {outcome.detail}")
             if isinstance(outcome, Cancelled | Unjudged):
                 return outcome
+            cut = cut or isinstance(outcome, Truncated)
             if outcome.reward is None:  # nobody could judge a part of this unfinished attempt, so nobody can the whole
                 total = None
                 continue
@@ -53,10 +56,10 @@ class WeightedSum:
                 return Failed("reward", f"reward '{name}' is {outcome.reward}: it must be finite")
             total = None if total is None else total + self.weights[name] * outcome.reward
             parts[name] = outcome.reward
-            parts |= {f"{name}/{part}": value for part, value in outcome.parts.items() if part != name}
-        if total is None or any(isinstance(outcome, Truncated) for outcome in outcomes.values()):
-            return Truncated(total, parts)
-        return Scored(total, parts)
+            for part, value in outcome.parts.items():
+                if part != name:
+                    parts[f"{name}/{part}"] = value
+        return Truncated(total, parts) if cut or total is None else Scored(total, parts)
 
 
 def composed(sections: Sequence[Section]) -> WeightedSum:
