@@ -74,7 +74,8 @@ class Recorded:
 
 
 def config_of(kind: str, *more: str) -> RunConfig:
-    return freeze(load_config(QUICKSTART, [*SMALLER[kind], *GRPO, "device=cpu", *more]))
+    """Ranks compute by PyTorch's operations, so the one process that they are held against does too."""
+    return freeze(load_config(QUICKSTART, [*SMALLER[kind], *GRPO, "device=cpu", "kernels=torch", *more]))
 
 
 def after_sft(kind: str, directory: Path) -> RunConfig:
