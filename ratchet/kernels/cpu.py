@@ -59,7 +59,10 @@ def fits(*tensors: Tensor) -> bool:
     """Whether these functions are for such tensors, here and now."""
     if _library is None or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
-    return all(t.dtype is torch.float32 and t.is_cpu and type(t) in PLAIN for t in tensors)
+    for t in tensors:
+        if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in PLAIN:
+            return False
+    return True
 
 
 # --- y = w x / sqrt(mean(x^2) + eps)
