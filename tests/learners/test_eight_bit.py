@@ -148,6 +148,7 @@ def test_conformance(tmp_path, all_quantised):
     asyncio.run(check_learner(make, batch, terms, tmp_path / "state"))
 
 
+@pytest.mark.slow
 def test_it_learns_a_few_rows_by_heart_as_adamw_does(all_quantised):
     batch, terms = prepared(build_sft(SFTConfig()))
     losses = []

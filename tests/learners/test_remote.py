@@ -99,6 +99,7 @@ def numbers_alike(found, expected):
 PPO = {"kind": "ppo", "minibatches": 2, "kl": {"coef": 0.1}}
 
 
+@pytest.mark.slow
 def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_read_by_any_number_of_them(ranks, tmp_path):
     model = init_policy(SHAPE, seed=3, dtype=torch.float64)
     algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), PPO)
