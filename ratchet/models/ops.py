@@ -60,11 +60,12 @@ def heads(
 
 
 def _compiled_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> bool:
-    rows, _, size = qkv.shape
-    weights = [weight for weight in norms if weight is not None]
-    if size > cpu.WIDEST_HEAD or not cpu.fits(qkv, cos, sin, *weights):
+    (rows, _, size), (q, k) = qkv.shape, norms
+    if size > cpu.WIDEST_HEAD or not cpu.fits(qkv, cos, sin):
         return False
-    return cpu.laid(cos, rows, 1, size) and cpu.laid(sin, rows, 1, size // 2) and all(cpu.laid(w, size) for w in weights)
+    if q is not None and k is not None and not (cpu.fits(q, k) and cpu.laid(q, size) and cpu.laid(k, size)):
+        return False
+    return cpu.laid(cos, rows, 1, size) and cpu.laid(sin, rows, 1, size // 2)
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
