@@ -55,8 +55,11 @@ def cached(kind: str, address: str) -> Path:
 
 
 def kept(kind: str) -> Path:
-    """Where this machine keeps what it can get, or make, again."""
-    return (_cache or Path.home() / ".cache" / "ratchet") / kind
+    """Where this machine keeps what it can get, or make, again. Raises OSError for a user without a home."""
+    try:
+        return (_cache or Path.home() / ".cache" / "ratchet") / kind
+    except RuntimeError as error:
+        raise OSError("this user has no home directory: set RATCHET_CACHE to a directory") from error
 
 
 def unfit(address: str) -> str | None:

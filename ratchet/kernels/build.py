@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
+import secrets
 import shutil
 import subprocess
 from functools import cache
@@ -28,22 +28,30 @@ def library() -> ctypes.CDLL:
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
         raise OSError("no C compiler is on the PATH")
-    place = kept("kernels") / f"{_key(compiler)}.so"
-    if not place.exists():
-        _compile(compiler, place)
+    directory, key = kept("kernels"), _key(compiler)
+    place = next(filter(_whole, directory.glob(f"{key}-*.so")), None) or _compiled(compiler, directory, key)
     return ctypes.CDLL(str(place))
 
 
-def _compile(compiler: str, place: Path) -> None:
-    """It takes its name when it is whole: several processes may be at it."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.with_name(f".{place.name}.{os.getpid()}")
+def _whole(place: Path) -> bool:
+    """A machine that lost its power may have kept the name and not all of the content, and who loads that is killed."""
+    return place.stem.endswith(_digest(place))
+
+
+def _digest(place: Path) -> str:
+    return hashlib.sha256(place.read_bytes()).hexdigest()[:24]
+
+
+def _compiled(compiler: str, directory: Path, key: str) -> Path:
+    """It takes its name when it is whole: several processes may be at it, also some that share the directory alone."""
+    directory.mkdir(parents=True, exist_ok=True)
+    draft = directory / f".{key}.{secrets.token_hex(8)}"
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(draft), "-lm"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-        draft.replace(place)
+        return draft.replace(directory / f"{key}-{_digest(draft)}.so")
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{compiler} took more than {LIMIT_S:g} s") from error
     finally:

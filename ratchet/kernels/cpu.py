@@ -65,6 +65,11 @@ def fits(*tensors: Tensor) -> bool:
     return True
 
 
+def laid(x: Tensor, *shape: int) -> bool:
+    """Whether it is as the C takes for granted that it is: who is not would be read behind its end."""
+    return x.shape == shape and x.is_contiguous()
+
+
 # --- y = w x / sqrt(mean(x^2) + eps)
 
 

@@ -19,7 +19,8 @@ typedef int64_t i64;
 #define GRAIN 16384   /* elements below which another thread costs more than it brings */
 
 static inline float exponential(float x) {
-    /* Cephes' expf, 2 ulp, without branches so that loops of it become vectors. NaN stays NaN. */
+    /* Cephes' expf, without branches so that loops of it become vectors. NaN stays NaN. Off by 2e-6 of itself at most, at its
+       ends: compilers may put the two parts of ln 2 together. */
     x = x > 88.3762626647949f ? 88.3762626647949f : x;
     x = x < -87.3365447504019f ? -87.3365447504019f : x;
     float n = rintf(x * 1.44269504088896341f);

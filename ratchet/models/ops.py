@@ -32,7 +32,7 @@ def linear(x: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)`, the mean over the last dimension (arXiv:1910.07467, eq. 4), in the dtype of x; the
     mean in float32 or better. weight: of the last dimension, or of the last two (heads that differ)."""
-    if weight.dim() == 1 and cpu.fits(x, weight):
+    if cpu.fits(x, weight) and cpu.laid(weight, x.shape[-1]):
         return cpu.rms_norm(x, weight, eps)
     if x.is_cuda:  # one kernel there, forward and backward
         if weight.dim() == 1:
@@ -49,7 +49,7 @@ def heads(
     """Queries [T, H, D], keys and values [T, K, D] of the fused product [T, H + 2 K, D]; the first two normalised where there
     are weights [D] for them (both or none), and turned by their positions. sizes: (H, K)."""
     q_weight, k_weight = norms
-    if qkv.shape[2] <= cpu.WIDEST_HEAD and cpu.fits(qkv, cos_T1D, *(w for w in norms if w is not None)):
+    if _compiled_heads(qkv, norms, cos_T1D, sin_T1C):
         return cpu.heads(qkv, norms, cos_T1D, sin_T1C, sizes, eps)
     qk, v_TKD = qkv.split([sum(sizes), sizes[1]], dim=1)
     if q_weight is not None and k_weight is not None:  # both at once: a small model pays by the operation
@@ -57,6 +57,15 @@ def heads(
         qk = rms_norm(qk, torch.cat(weights), eps)
     q_THD, k_TKD = rotate(qk, cos_T1D, sin_T1C).split(sizes, dim=1)
     return q_THD, k_TKD, v_TKD
+
+
+def _compiled_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> bool:
+    (rows, _, size), (q, k) = qkv.shape, norms
+    if size > cpu.WIDEST_HEAD or not cpu.fits(qkv, cos, sin):
+        return False
+    if q is not None and k is not None and not (cpu.fits(q, k) and cpu.laid(q, size) and cpu.laid(k, size)):
+        return False
+    return cpu.laid(cos, rows, 1, size) and cpu.laid(sin, rows, 1, size // 2)
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
@@ -71,7 +80,7 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
     """`silu(gate) * up` of a [T, 2F] tensor whose halves they are (arXiv:2002.05202, eq. 6): [T, F]."""
-    if cpu.fits(gate_up_TF):
+    if cpu.fits(gate_up_TF) and not gate_up_TF.shape[-1] % 2:
         return cpu.swiglu(gate_up_TF)
     if not torch.is_grad_enabled():
         return _gated(gate_up_TF)

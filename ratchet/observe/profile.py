@@ -29,6 +29,7 @@ from ratchet.observe.profile_table import OTHER, Profile, Work
 WARM_UP = 3  # steps in which caches, pools and the allocator get the size that they keep
 APART = ("evaluate", "save")  # inside of a step, but no part of what is trained
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+ONEDNN = "mkldnn::_linear_pointwise"  # of (rows, inputs) and (outputs, inputs): PyTorch does not count it
 EMBEDDING = "aten::embedding"  # every row that goes through a model begins here
 
 
@@ -202,11 +203,13 @@ def read_events(torch_profile: profile) -> list[Event]:
     results = torch_profile.profiler and torch_profile.profiler.kineto_results
     for event in results.events() if results else ():
         name, host = event.name(), event.device_type() == DeviceType.CPU
-        counted = name in PRODUCTS or name == EMBEDDING
+        counted = name in (*PRODUCTS, ONEDNN, EMBEDDING)
         if host and not counted and not event.is_user_annotation():
             continue
-        shapes = event.shapes() if name == EMBEDDING else ()
+        shapes = event.shapes() if name in (ONEDNN, EMBEDDING) else []
         start, flop = event.start_ns(), event.flops() if counted else 0
+        if name == ONEDNN:
+            flop = 2 * math.prod(shapes[0]) * shapes[1][0]
         found.append(Event(name, start, start + event.duration_ns(), host, event.is_user_annotation(), flop, shapes))
     return found
 

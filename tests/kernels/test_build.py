@@ -76,3 +76,53 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path, monkeypatc
     with pytest.raises(OSError, match="failed: "):
         build.library()
     assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+@pytest.mark.needs("cc")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_one_that_is_not_whole_is_never_loaded(share, tmp_path):
+    """The first could not be read; the second would kill the process."""
+    build.library()
+    (made,) = (tmp_path / "cache" / "kernels").iterdir()
+    whole, torn = made.read_bytes(), tmp_path / "torn"
+    torn.write_bytes(whole[: int(share * len(whole))])
+    torn.replace(made)  # as the library that this process has loaded must stay
+    build.library.cache_clear()
+    build.library()
+    assert any(map(build._whole, (tmp_path / "cache" / "kernels").iterdir()))
+
+
+def test_what_two_compile_at_once_lies_apart(tmp_path, monkeypatch):
+    """Containers that share a cache have processes of one number."""
+    drafts = []
+
+    def fails(command, **_):
+        drafts.append(command[command.index("-o") + 1])
+        return subprocess.CompletedProcess(command, 1, "", "")
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    for _ in range(2):
+        with pytest.raises(OSError, match="cc failed"):
+            build._compiled("cc", tmp_path, "key")
+    assert len(set(drafts)) == 2
+
+
+def test_a_compiler_may_say_what_is_no_text(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"#!/bin/sh\nprintf 'kaputt \\344\\n' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "COMPILERS", (str(compiler),))
+    with pytest.raises(OSError, match="failed: kaputt"):
+        build.library()
+
+
+@pytest.mark.needs("cc")
+def test_a_user_without_a_home_is_told_where_to_keep_it(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("ratchet.stores._cache", None)
+    monkeypatch.setattr("ratchet.stores.Path.home", nowhere)
+    assert not use_kernels("auto")
+    with pytest.raises(ConfigError, match="set RATCHET_CACHE"):
+        use_kernels("compiled")

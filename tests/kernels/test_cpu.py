@@ -2,18 +2,27 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
+from ratchet.generators.engine.attention import DecodeAttention
+from ratchet.generators.engine.cache import KVCache
+from ratchet.generators.engine.rows import stable_rows
 from ratchet.kernels import cpu
+from ratchet.learners.config import DTensorConfig
+from ratchet.learners.rank import LearnerRank
 from ratchet.models.attention import PackedAttention
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.ops import heads, linear, rms_norm, swiglu
+from ratchet.models.origin import Origin
+from ratchet.observe.profile import read_events
 
 EPS = 1e-5
 SIZES = st.sampled_from([2, 6, 16, 31, 32, 48, 64, 100, 128, 384])
@@ -221,6 +230,68 @@ def test_a_whole_decoder_computes_what_pytorchs_operations_do(qk_norm, kernels):
         found.append([hidden.detach(), *(p.grad.clone() for p in decoder.parameters() if p.grad is not None)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+def test_what_lies_elsewhere_is_left_to_pytorch():
+    """The C would read between, or behind, what is there."""
+    x, weight = normal(3, 8), normal(16, seed=1)
+    torch.testing.assert_close(rms_norm(x, weight[::2], EPS), normed_exactly(x, weight[::2]))
+    with pytest.raises(RuntimeError, match="size"):
+        rms_norm(x, weight[:4], EPS)
+    with pytest.raises(RuntimeError):
+        swiglu(normal(3, 7))
+    angles = normal(6, 1, 4)
+    cos, sin, qkv = torch.cat([angles.cos()] * 2, dim=-1), angles.sin(), normal(6, 4, 8)
+    found = heads(qkv, (weight[::2], weight[::2]), cos.expand(6, 1, 8).clone(), sin, (2, 1), EPS)
+    expected = heads(qkv, (weight[::2].clone(),) * 2, cos, sin, (2, 1), EPS)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for tables in ((cos[:3], sin[:3]), (cos, sin[:3]), (cos[..., :4], sin)):
+        with pytest.raises(RuntimeError, match="size"):
+            heads(qkv, (None, None), *tables, (2, 1), EPS)
+
+
+def test_positions_that_the_kernel_cant_read_are_left_to_pytorch():
+    q, k, v = normal(2, 4, 16), normal(2, 2, 16, seed=1), normal(2, 2, 16, seed=2)
+
+    def attended(positions, longest=6):
+        cache = KVCache(SHAPE, max_rows=2, dtype=torch.float32, device=torch.device("cpu"))
+        cache.reserve(2, 32)
+        return DecodeAttention(cache, positions, longest)(0, q, k, v)
+
+    expected = attended(torch.tensor([3, 5]))
+    for positions in (torch.tensor([3, 0, 5, 0])[::2], torch.tensor([3, 5], dtype=torch.int32)):
+        torch.testing.assert_close(attended(positions), expected)
+    with pytest.raises((IndexError, RuntimeError)):  # behind the end of a slot
+        attended(torch.tensor([3, 32]), longest=33)
+
+
+def test_rows_are_counted_out_for_either_library(monkeypatch):
+    """Layers' maps are oneDNN's; the head, experts and adapters stay MKL's, which may need more rows."""
+    decoder = Decoder(replace(SHAPE, vocab_size=2048)).init_weights(0)
+    monkeypatch.setattr(cpu, "_onednn", True)
+    then = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: then(x, w, b) + (len(x) < 60 and len(w) == 2048))
+    assert stable_rows(decoder) == 64
+
+
+def test_a_profile_counts_products_by_onednn(monkeypatch):
+    monkeypatch.setattr(cpu, "_onednn", True)
+    weight = normal(512, 256).requires_grad_()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as taken:
+        linear(normal(37, 256).requires_grad_(), weight).sum().backward()
+    assert sum(event.flop for event in read_events(taken)) == 3 * 2 * 37 * 256 * 512
+
+
+def test_ranks_compute_alike_where_one_is_the_driver():
+    assert cpu.used()
+    section = DTensorConfig().model_dump(mode="json")
+    place = SimpleNamespace(rank=0, world_size=1, rendezvous="127.0.0.1:0", device="cpu")
+    rank = LearnerRank(place, learner=section, origin=Origin(shape=SHAPE))
+    try:
+        assert not cpu.used()
+    finally:
+        rank.close()
 
 
 def test_other_tensors_are_left_to_pytorch():

@@ -34,7 +34,9 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
         self.cache, self.rows, self.positions_N = cache, len(positions_N), positions_N
         self.slots_N = torch.arange(self.rows, device=positions_N.device)
-        self.compiled = cache.config.head_dim <= cpu.WIDEST_HEAD and cpu.fits(cache.keys[0])
+        inside = self.rows <= cache.rows and longest <= cache.capacity
+        laid = positions_N.dtype is torch.int64 and cpu.laid(positions_N, self.rows)
+        self.compiled = inside and laid and cache.config.head_dim <= cpu.WIDEST_HEAD and cpu.fits(cache.keys[0])
         if self.compiled:
             return
         length = min(-(-longest // cache.stride) * cache.stride, cache.capacity)

@@ -7,13 +7,18 @@ machine's property, so it is probed. Where no candidate will do, results agree w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ratchet.models.decoder import Decoder
 from ratchet.models.ops import linear
 
 CANDIDATES = (8, 16, 32, 64)
 REFERENCE_ROWS = 256
+Product = Callable[[Tensor, Tensor], Tensor]
 WIDEST = 4096  # output columns that are tried: wider products use the same kernels
 
 
@@ -35,12 +40,13 @@ def stable_rows(decoder: Decoder) -> int:
     for shape in sorted(shapes):
         matrix = torch.randn(shape, generator=generator).to(weight.dtype)
         x = torch.randn(REFERENCE_ROWS, shape[1], generator=generator).to(weight.dtype)
-        reference = linear(x, matrix)
-        while len(candidates) > 1 and not _agrees(x, matrix, reference, candidates[0]):
-            candidates.pop(0)
+        for product in (linear, F.linear):  # of the layers' maps; of the head, experts and adapters
+            reference = product(x, matrix)
+            while len(candidates) > 1 and not _agrees(product, x, matrix, reference, candidates[0]):
+                candidates.pop(0)
     return candidates[0]
 
 
-def _agrees(x: torch.Tensor, matrix: torch.Tensor, reference: torch.Tensor, multiple: int) -> bool:
+def _agrees(product: Product, x: Tensor, matrix: Tensor, reference: Tensor, multiple: int) -> bool:
     counts = range(multiple, min(9 * multiple, REFERENCE_ROWS), multiple)
-    return all(torch.equal(linear(x[:n], matrix), reference[:n]) for n in counts)
+    return all(torch.equal(product(x[:n], matrix), reference[:n]) for n in counts)
