@@ -6,6 +6,7 @@ import sys
 import pytest
 import yaml
 
+from ratchet.assemble import build_policy
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
 from ratchet.executors.machine import freeze, use_kernels
@@ -63,6 +64,15 @@ def test_without_a_compiler_pytorch_does_it(tmp_path, monkeypatch):
     assert freeze(recipe(tmp_path)).kernels == "torch"
     with pytest.raises(ConfigError, match="no C compiler is on the PATH; install gcc, or set kernels: torch"):
         use_kernels("compiled")
+
+
+@pytest.mark.needs("cc")
+def test_a_model_is_computed_as_its_frozen_recipe_says(tmp_path):
+    """One that says "auto" was never frozen: a run from before there were kernels goes on without them."""
+    config = recipe(tmp_path)
+    for kernels, expected in (("compiled", True), ("torch", False), ("compiled", True), ("auto", False)):
+        build_policy(config.model_copy(update={"kernels": kernels}))
+        assert cpu.used() is expected
 
 
 @pytest.mark.needs("cc")
