@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ratchet.executors.machine import usable_cores
+from ratchet.kernels.build import library
 
 # What each package is for, by the extra that brings it; the core ones come with Ratchet itself.
 PURPOSES = {
@@ -66,6 +67,7 @@ def report() -> int:
     console.print(f"cores this process may use: {usable_cores()}")
     if find_spec("torch") is not None:
         console.print(_accelerators())
+        console.print(_kernels())
     return int(missing_core)
 
 
@@ -78,3 +80,11 @@ def _accelerators() -> str:
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
     means = f"`device: auto` means cuda, updates in bfloat16 with float32 masters, at most {count} ranks"
     return f"torch {torch.__version__}: {names}; {means}"
+
+
+def _kernels() -> str:
+    try:
+        library()
+    except OSError as error:
+        return f"kernels: PyTorch's operations, which are slower on a CPU: {error}; install gcc"
+    return "kernels: compiled for this processor"

@@ -11,6 +11,7 @@ from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
 from ratchet.executors.machine import freeze, use_kernels
 from ratchet.kernels import build, cpu
+from ratchet.tools.doctor import report
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,16 @@ def test_without_a_compiler_pytorch_does_it(tmp_path, monkeypatch):
     assert freeze(recipe(tmp_path)).kernels == "torch"
     with pytest.raises(ConfigError, match="no C compiler is on the PATH; install gcc, or set kernels: torch"):
         use_kernels("compiled")
+
+
+@pytest.mark.needs("cc")
+def test_doctor_says_which_it_will_be(monkeypatch, capsys):
+    report()
+    assert "kernels: compiled for this processor" in capsys.readouterr().out
+    build.library.cache_clear()
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    report()
+    assert "no C compiler is on the PATH; install gcc" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.needs("cc")
