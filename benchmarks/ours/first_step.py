@@ -26,7 +26,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         lines = Path(directory) / "run" / "metrics.jsonl"
         arguments = ["train", str(common.QUICKSTART), "--run-dir", str(lines.parent), f"threads={options.threads}"]
-        arguments += [] if options.evaluated else ["evaluation.tasks=0"]
+        arguments += [] if options.evaluated else ["evaluation.tasks=0", "evaluation.every=0"]
         start = time.perf_counter()
         training = subprocess.Popen([sys.executable, "-c", cli, *arguments], stdout=subprocess.DEVNULL, cwd=common.ROOT)
         try:
