@@ -146,7 +146,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
 def build_policy(config: RunConfig) -> Policy:
     """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights. In float32:
     bfloat16 weights would swallow small updates. From now on this process computes models with the kernels of the recipe."""
-    use_kernels("compiled" if config.kernels == "compiled" else "torch")  # auto: never frozen, a run of before there were any
+    use_kernels(config.kernels == "compiled")  # auto: never frozen, a run of before there were any
     source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu")

@@ -44,7 +44,7 @@ def make_rank(
     from ratchet.links.ends import Intake  # the driver needs it where it has the generator itself
 
     prepare_process(seat.threads)
-    use_kernels("compiled" if compiled else "torch")
+    use_kernels(compiled)
     config = resolve("generating", section)
     if seat.device != "cpu":
         torch.cuda.set_device(seat.device)

@@ -22,7 +22,7 @@ import protocol
 
 import ratchet as rt
 from ratchet.config.base import Section
-from ratchet.executors.machine import prepare_process, use_kernels
+from ratchet.executors.machine import compiles, prepare_process, use_kernels
 from ratchet.learners.config import LocalConfig
 
 
@@ -33,7 +33,7 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options.workers = options.workers or options.threads if options.device == "cpu" else 1
     protocol.quiet_offline(options.threads)
     prepare_process(options.threads)
-    use_kernels("auto")
+    use_kernels(options.device == "cpu" and compiles())
     return options
 
 

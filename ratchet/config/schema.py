@@ -310,5 +310,16 @@ class RunConfig(Section):
     record: RecordConfig = RecordConfig()
     stages: Annotated[tuple[StageConfig, ...], AfterValidator(_distinct_names)]
 
+    @property
+    def compiles(self) -> bool:
+        """Whether all that learns can compute with compiled kernels."""
+        return all(getattr(stage.learner, "compiles", False) for stage in self.stages)
+
+    @model_validator(mode="after")
+    def _kernels_are_for_all(self) -> RunConfig:
+        if self.kernels == "compiled" and not self.compiles:
+            raise ValueError("kernels=compiled, but ranks compute by PyTorch's operations: set kernels: auto or torch")
+        return self
+
 
 STAGE_KEYS = tuple(key for key in StageConfig.model_fields if key != "name")

@@ -21,6 +21,7 @@ from ratchet.crew import Crew
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig, LocalClusterConfig
 from ratchet.executors.torchrun import Launched
+from ratchet.kernels.build import library
 
 log = logging.getLogger(__name__)
 
@@ -93,19 +94,24 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     gc.set_threshold(200_000, 10, 10)
 
 
-def use_kernels(kernels: Literal["auto", "compiled", "torch"]) -> bool:
-    """From now on this process computes models with compiled kernels, or without; returns whether with. Raises ConfigError
-    where they are asked for and can't be compiled."""
+def use_kernels(compiled: bool) -> None:
+    """From now on this process computes models with compiled kernels, or without. Raises ConfigError where it can't."""
     from ratchet.kernels import cpu
 
     try:
-        cpu.use(kernels != "torch")
+        cpu.use(compiled)
     except OSError as error:
-        if kernels == "compiled":
-            raise ConfigError(f"kernels: compiled, but {error}; install gcc, or set kernels: torch") from error
+        raise ConfigError(f"kernels: compiled, but {error}; install gcc, or set kernels: torch") from error
+
+
+def compiles() -> bool:
+    """Whether this machine has compiled kernels; the first time it takes a second."""
+    try:
+        library()
+    except OSError as error:
         log.info("no compiled kernels, PyTorch's operations do their work: %s", error)
-        cpu.use(False)
-    return cpu.used()
+        return False
+    return True
 
 
 def keep_freed_memory() -> None:
@@ -152,8 +158,8 @@ def freeze(config: RunConfig) -> RunConfig:
 
     stages = tuple(stage.model_copy(update={"learner": frozen(stage.learner)}) for stage in config.stages)
     kernels = config.kernels
-    if kernels == "auto":
-        kernels = "compiled" if device == "cpu" and use_kernels("auto") else "torch"
+    if kernels == "auto":  # all processes that learn and generate are to compute alike
+        kernels = "compiled" if device == "cpu" and config.compiles and compiles() else "torch"
     cluster = config.cluster
     if Launched.here() is not None and isinstance(cluster, LocalClusterConfig):
         shared = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}

@@ -111,8 +111,7 @@ Norms = tuple[Tensor | None, Tensor | None]
 
 
 def heads(qkv: Tensor, norms: Norms, cos_T1D: Tensor, sin_T1C: Tensor, sizes: tuple[int, int], eps: float) -> Heads:
-    """Queries [T, H, D] and keys [T, K, D], normalised over D where there are weights [D] for them (both or none) and turned by
-    their positions, and values [T, K, D]. qkv: [T, H + 2 K, D]. sizes: (H, K)."""
+    """As `ops.heads`."""
     if torch.is_grad_enabled():
         return _Heads.apply(qkv, *norms, cos_T1D, sin_T1C, sizes, eps)
     qkv = qkv.contiguous()

@@ -13,6 +13,7 @@ class LocalConfig(Section):
     """The learner of one process, on one device."""
 
     builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
+    compiles: ClassVar[bool] = True  # computes with the kernels of the run; ranks with PyTorch's operations alone
 
     kind: Literal["local"] = "local"
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(

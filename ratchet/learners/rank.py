@@ -17,7 +17,6 @@ from ratchet.algorithms.base import Algorithm, Term
 from ratchet.batch import Batch
 from ratchet.config.kinds import construct, imported, resolve
 from ratchet.interfaces import Exported, Shard
-from ratchet.kernels import cpu
 from ratchet.learners.providers import Provider
 from ratchet.learners.rank_learner import RankLearner
 from ratchet.learners.specs import RoleSpec
@@ -42,7 +41,6 @@ class Seat(Protocol):
 class LearnerRank:
     def __init__(self, seat: Seat, *, learner: Mapping[str, Any], origin: Origin, double: bool = False) -> None:
         """learner: the values of a `SpreadConfig`. double: in float64. Joins the other ranks, and loads the model's part."""
-        cpu.use(False)  # also where the driver is one of the ranks: all must come to the same bits
         config: Any = resolve("learner", learner)
         device, dtype = torch.device(seat.device), torch.float64 if double else torch.float32
         if device.type == "cuda":

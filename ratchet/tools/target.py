@@ -20,7 +20,7 @@ from ratchet.config.section import section_from_words
 from ratchet.data.processor import load_processor
 from ratchet.data.tokenizer import load_tokenizer
 from ratchet.errors import ConfigError, RunDirectoryError
-from ratchet.executors.machine import freeze, use_kernels
+from ratchet.executors.machine import compiles, freeze, use_kernels
 from ratchet.generators.workers_config import WorkersConfig
 from ratchet.learners.columns import SCALARS
 from ratchet.learners.config import LocalConfig, MegatronConfig, SpreadConfig
@@ -66,7 +66,7 @@ def open_target(path: Path, recipe: Path | None = None, generator: str | None = 
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else template_of(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        use_kernels("auto")
+        use_kernels(device == "cpu" and compiles())
         model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
         section = None if generator is None else section_from_words("generator", generator)
         processor = load_processor(path) if model.reads_media and path.is_dir() else None
@@ -83,10 +83,8 @@ def open_target(path: Path, recipe: Path | None = None, generator: str | None = 
 def _policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
     """Where a run was trained says nothing about where it is looked at."""
     stages = tuple(stage.model_copy(update={"generator": _generator(stage, generator)}) for stage in config.stages)
-    trained = config.model_copy(
-        update={"device": "auto", "kernels": "auto", "model": ModelConfig(path=str(model)), "stages": stages}
-    )
-    return build_policy(freeze(trained))
+    here = {"device": "auto", "kernels": "auto", "model": ModelConfig(path=str(model)), "stages": stages}
+    return build_policy(freeze(config.model_copy(update=here)))
 
 
 def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:

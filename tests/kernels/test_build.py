@@ -9,7 +9,7 @@ import yaml
 from ratchet.assemble import build_policy
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
-from ratchet.executors.machine import freeze, use_kernels
+from ratchet.executors.machine import compiles, freeze, use_kernels
 from ratchet.kernels import build, cpu
 from ratchet.tools.doctor import report
 
@@ -60,11 +60,20 @@ def recipe(tmp_path, **keys):
 
 def test_without_a_compiler_pytorch_does_it(tmp_path, monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    assert not use_kernels("auto")
-    assert not cpu.used()
+    assert not compiles()
     assert freeze(recipe(tmp_path)).kernels == "torch"
     with pytest.raises(ConfigError, match="no C compiler is on the PATH; install gcc, or set kernels: torch"):
-        use_kernels("compiled")
+        use_kernels(True)
+
+
+@pytest.mark.needs("cc")
+def test_a_run_with_ranks_computes_by_pytorchs_operations_everywhere(tmp_path):
+    """Driver, ranks and generators must agree, and config.yaml say how."""
+    assert freeze(recipe(tmp_path, learner={"kind": "dtensor"})).kernels == "torch"
+    with pytest.raises(
+        ConfigError, match="kernels=compiled, but ranks compute by PyTorch's operations: set kernels: auto or torch"
+    ):
+        recipe(tmp_path, learner={"kind": "dtensor"}, kernels="compiled")
 
 
 @pytest.mark.needs("cc")
@@ -144,6 +153,6 @@ def test_a_user_without_a_home_is_told_where_to_keep_it(monkeypatch):
 
     monkeypatch.setattr("ratchet.stores._cache", None)
     monkeypatch.setattr("ratchet.stores.Path.home", nowhere)
-    assert not use_kernels("auto")
+    assert not compiles()
     with pytest.raises(ConfigError, match="set RATCHET_CACHE"):
-        use_kernels("compiled")
+        use_kernels(True)

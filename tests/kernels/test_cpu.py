@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +14,10 @@ from ratchet.generators.engine.attention import DecodeAttention
 from ratchet.generators.engine.cache import KVCache
 from ratchet.generators.engine.rows import stable_rows
 from ratchet.kernels import cpu
-from ratchet.learners.config import DTensorConfig
-from ratchet.learners.rank import LearnerRank
 from ratchet.models.attention import PackedAttention
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.ops import heads, linear, rms_norm, swiglu
-from ratchet.models.origin import Origin
 from ratchet.observe.profile import read_events
 
 EPS = 1e-5
@@ -281,17 +277,6 @@ def test_a_profile_counts_products_by_onednn(monkeypatch):
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as taken:
         linear(normal(37, 256).requires_grad_(), weight).sum().backward()
     assert sum(event.flop for event in read_events(taken)) == 3 * 2 * 37 * 256 * 512
-
-
-def test_ranks_compute_alike_where_one_is_the_driver():
-    assert cpu.used()
-    section = DTensorConfig().model_dump(mode="json")
-    place = SimpleNamespace(rank=0, world_size=1, rendezvous="127.0.0.1:0", device="cpu")
-    rank = LearnerRank(place, learner=section, origin=Origin(shape=SHAPE))
-    try:
-        assert not cpu.used()
-    finally:
-        rank.close()
 
 
 def test_other_tensors_are_left_to_pytorch():
