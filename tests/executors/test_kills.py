@@ -116,10 +116,11 @@ executor.plan([Need("learner", 2)])
 group = executor.group("learner")
 group.build_now("executors.components:Tiny")
 call = group.submit("start_program")
-sys.stdout.write(" ".join(map(str, [*group.call_now("pid"), *call.result(), executor._nursery._process.pid])) + "\\n")
+pids = [*group.call_now("pid"), *call.result(), executor._nursery._process.pid]
+group.submit("hang")
+sys.stdout.write(" ".join(map(str, pids)) + "\\n")
 sys.stdout.write(f"{executor._nursery.folder}\\n")
 sys.stdout.flush()
-group.submit("hang")
 time.sleep(600)
 """
 

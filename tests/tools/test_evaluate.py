@@ -131,6 +131,7 @@ def test_a_checkpoint_that_only_megatron_reads_is_refused(tmp_path: Path):
     config = RunDirectory(run).read_config()
     for stage in config["stages"]:
         stage["learner"] = {"kind": "megatron"}
+    config["kernels"] = "torch"
     RunDirectory(run).config.write_text(write_text(config))
     with pytest.raises(ConfigError, match=r"stage first trained with learner\.kind=megatron.*end the run"):
         open_target(run, step=2)

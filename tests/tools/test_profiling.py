@@ -84,6 +84,7 @@ def test_a_profiled_run_learns_the_same_and_says_where_its_time_went(recipe: Pat
     assert any(event.get("name") == "aten::addmm" or event.get("name") == "aten::mm" for event in events)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_profiled_as_far_as_it_goes(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     killed = ratchet("train", recipe, "--run-dir", run, faults="step.update:5:kill")

@@ -189,6 +189,7 @@ def test_a_learner_in_other_processes_is_refused_with_the_reason(copy):
     config = RunDirectory(copy).read_config()
     for stage in config["stages"]:
         stage["learner"] = {"kind": "dtensor", "dp_shard": 2}
+    config["kernels"] = "torch"
     (copy / "config.yaml").write_text(write_text(config))
     with pytest.raises(ConfigError, match=r"learner\.kind=dtensor"):
         played(copy, 3)

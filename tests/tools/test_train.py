@@ -108,8 +108,8 @@ def test_the_same_recipe_gives_the_same_bits(whole, recipe, tmp_path):
     "fault",
     [
         "step.sample:2:kill",  # before the first checkpoint: it starts anew
-        "step.update:4:kill",  # inside a step of the first stage
-        "step.sample:5:kill",  # between the stages
+        pytest.param("step.update:4:kill", marks=pytest.mark.slow),  # inside a step of the first stage
+        pytest.param("step.sample:5:kill", marks=pytest.mark.slow),  # between the stages
         "step.update:8:kill",  # inside a step of the second, whose reference is the first stage's model
         "checkpoint.after_write:3:kill",  # inside a save
     ],
