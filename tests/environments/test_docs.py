@@ -20,6 +20,7 @@ def train(tmp_path, *overrides):
     run(tmp_path, "-c", f"import sys; from ratchet.cli import main; sys.argv = {words}; main()")
 
 
+@pytest.mark.slow
 def test_your_own_environment_trains_and_keeps_the_contract(page, tmp_path):
     assert all(len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values())
     train(tmp_path)

@@ -115,7 +115,7 @@ DIVISIONS = {"one worker": ("dense", {}), **TOPOLOGIES}
 
 
 @pytest.mark.parametrize(
-    "cases", [["one worker", "fsdp2"], pytest.param([*DIVISIONS][2:], marks=pytest.mark.slow)], ids=["some", "others"]
+    "cases", [["one worker"], pytest.param([*DIVISIONS][1:], marks=pytest.mark.slow)], ids=["some", "others"]
 )
 def test_the_quick_starts_steps_on_ray(executor, tmp_path, cases):
     """As tests/recipes/test_ranks.py has them, where one process is meant too."""

@@ -191,7 +191,7 @@ def save_of_transformers(directory, kind, **shape):
     AutoModelForCausalLM.from_config(config).double().save_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind", ["ours", "experts", "gpt2", "gemma2"])
+@pytest.mark.parametrize("kind", ["ours", "experts", pytest.param("gpt2", marks=pytest.mark.slow), "gemma2"])
 def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
     options = {"tensor_parallel": 2} if kind == "gemma2" else {"dp_shard": 2}
     if kind == "gpt2":

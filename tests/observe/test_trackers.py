@@ -161,7 +161,7 @@ READERS = {"wandb": wandb_rows, "swanlab": swanlab_rows, "mlflow": mlflow_rows, 
 
 @pytest.mark.needs("wandb", "mlflow", "swanlab", "trackio")
 @pytest.mark.parametrize(
-    "kind", ["wandb", "trackio", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("swanlab", "mlflow"))]
+    "kind", ["trackio", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wandb", "swanlab", "mlflow"))]
 )
 def test_what_was_kept_offline(kind: str, tmp_path: Path) -> None:
     written_apart(kind, tmp_path, *(["offline"] if kind in ("wandb", "swanlab") else []))

@@ -35,10 +35,15 @@ RANKS = {"learner": {"kind": "dtensor", "dp_shard": 2, "micro_batch_tokens": 64}
 WORKERS = {"kind": "workers", "of": {"kind": "engine", "kv_cache_gib": 0.01}}
 LINKS = [
     {"kind": "auto"},
-    {"kind": "shared_memory"},
-    {"kind": "collective"},
-    {"kind": "files"},
-    {"kind": "delta", "dtype": None},
+    *(
+        pytest.param(link, marks=pytest.mark.slow)  # each by itself: tests/links
+        for link in (
+            {"kind": "shared_memory"},
+            {"kind": "collective"},
+            {"kind": "files"},
+            {"kind": "delta", "dtype": None},
+        )
+    ),
     {"kind": "delta", "dtype": None, "through": "shared_memory"},
 ]
 

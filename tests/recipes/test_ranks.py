@@ -30,7 +30,12 @@ def embedded(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+ELSEWHERE = ("ep2", "fsdp2 x tp2")  # one step of theirs: tests/learners/test_spread.py
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ()) for name in TOPOLOGIES]
+)
 def test_the_same_steps(name, executor, embedded):
     kind, learner = TOPOLOGIES[name]
     config, wanted = embedded(kind)

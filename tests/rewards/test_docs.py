@@ -15,6 +15,7 @@ def page(repository, tmp_path):
     return written(repository / "docs" / "write-a-reward.md", tmp_path)
 
 
+@pytest.mark.slow
 def test_your_own_reward_trains_and_keeps_the_contract(page, tmp_path):
     assert all(len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values())
     run(tmp_path, "-c", "import sys; from ratchet.cli import main; sys.argv = ['ratchet', 'train', 'my_recipe.yaml']; main()")

@@ -100,7 +100,14 @@ POINTS = ("begin", "between_files", "after_write", "after_manifest", "after_sync
 
 
 @pytest.mark.fault("P6")
-@pytest.mark.parametrize("kill", ["checkpoint.copied:2:kill", *(f"checkpoint.{point}:2:kill" for point in POINTS)])
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "checkpoint.copied:2:kill",
+        f"checkpoint.{POINTS[-1]}:2:kill",
+        *(pytest.param(f"checkpoint.{point}:2:kill", marks=pytest.mark.slow) for point in POINTS[:-1]),
+    ],
+)
 def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(kill, training, tmp_path):
     assert training("whole", {"background": True}) == 0
     assert training("killed", {"background": True}, kill) == -9

@@ -110,7 +110,8 @@ def test_the_same_recipe_gives_the_same_bits(whole, recipe, tmp_path):
         "step.sample:2:kill",  # before the first checkpoint: it starts anew
         pytest.param("step.update:4:kill", marks=pytest.mark.slow),  # inside a step of the first stage
         pytest.param("step.sample:5:kill", marks=pytest.mark.slow),  # between the stages
-        "step.update:8:kill",  # inside a step of the second, whose reference is the first stage's model
+        # inside a step of the second, whose reference is the first stage's model
+        pytest.param("step.update:8:kill", marks=pytest.mark.slow),
         "checkpoint.after_write:3:kill",  # inside a save
     ],
 )
@@ -143,7 +144,7 @@ MEMORY = {
         "critic, adaptive KL",
         pytest.param("greedy baseline", marks=pytest.mark.slow),
         pytest.param("reference rows", marks=pytest.mark.slow),
-        "scalar head",
+        pytest.param("scalar head", marks=pytest.mark.slow),
     ],
 )
 def test_whatever_an_algorithm_remembers_survives_a_kill(name, tmp_path):

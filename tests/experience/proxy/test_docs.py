@@ -16,6 +16,7 @@ def text(repository):
     return (repository / "docs" / "black-box-agents.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_agent_of_the_page_trains(text, tmp_path):
     files = dict(re.findall(r"```(?:python|yaml|jinja)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
     assert len(files) == text.count("```") // 2
