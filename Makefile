@@ -57,7 +57,7 @@ fast-tests: .venv/developer
 
 slow-tests: .venv/developer .venv/vllm .venv/chromium
 	$(PYTEST) -m slow
-	$(PYTEST) -m "not slow" --hypothesis-profile thorough tests/algorithms
+	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
 
 bench: .venv/developer ## time Ratchet and its peers in turn, where they are installed; prints the table of docs/performance.md
 	$(BIN)/python benchmarks/table.py --python $(PEERS_PYTHON) --rounds $(BENCH_ROUNDS)

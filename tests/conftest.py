@@ -24,7 +24,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("ratchet", derandomize=True, deadline=None, database=None, max_examples=40)
-settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=200)  # in `make test-slow`
+settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=100)  # in `make test-slow`
 settings.load_profile("ratchet")
 
 REPOSITORY = Path(__file__).resolve().parent.parent

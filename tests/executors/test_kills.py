@@ -121,7 +121,7 @@ group.submit("hang")
 sys.stdout.write(" ".join(map(str, pids)) + "\\n")
 sys.stdout.write(f"{executor._nursery.folder}\\n")
 sys.stdout.flush()
-time.sleep(600)
+time.sleep(60)
 """
 
 

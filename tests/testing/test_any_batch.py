@@ -16,7 +16,7 @@ DRAWS = st.builds(Draw, seed=st.integers(0, 2**32 - 1), longest=st.sampled_from(
 
 
 @pytest.mark.parametrize("kind", KINDS["algorithm"])
-@settings(max_examples=10)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(draw=DRAWS)
 def test_invariances_hold_on_any_batch(kind: str, draw: Draw):
     case = Case(built_in(kind), draw)
@@ -25,7 +25,7 @@ def test_invariances_hold_on_any_batch(kind: str, draw: Draw):
 
 
 @pytest.mark.parametrize("kind", KINDS["algorithm"])
-@settings(max_examples=6)
+@settings(max_examples=settings.default.max_examples // 6)
 @given(draw=DRAWS)
 def test_claimed_properties_hold_on_any_batch(kind: str, draw: Draw):
     algorithm = built_in(kind)
