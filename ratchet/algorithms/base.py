@@ -126,6 +126,8 @@ class Algorithm:
 
     replays: the policy's routers choose the experts that the sampler recorded.
 
+    minibatches_of: what a batch is dealt out to its mini-batches by. Losses that compare the rows of a group need "groups".
+
     reads_reward: False where nothing of it depends on rewards: attempts need none then, and those that nobody judged train.
 
     exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
@@ -141,6 +143,7 @@ class Algorithm:
     roles: Mapping[str, Role] = field(default_factory=dict)
     warmup: Mapping[str, int] = field(default_factory=dict)
     minibatches: int = 1
+    minibatches_of: Literal["groups", "attempts"] = "groups"
     epochs: int = 1
     group_size: int = 1
     greedy_baseline: bool = False
@@ -159,6 +162,11 @@ class Algorithm:
         if unknown:
             raise ConfigError(
                 f"algorithm '{self.name}' names the role '{min(unknown)}' and doesn't say how it is made: add it to roles"
+            )
+        if self.minibatches_of == "attempts" and self.unit == "group":
+            raise ConfigError(
+                f"algorithm '{self.name}' compares the rows of a group, and minibatches_of=attempts takes them apart: set "
+                "minibatches_of=groups"
             )
         reads_old = any("old_logprobs" in term.needs for terms in self.losses.values() for term in terms)
         if reads_old and self.updates_per_batch > 1 and "old_logprobs" not in self.columns:
@@ -191,22 +199,28 @@ class Algorithm:
         return (role for role in self.losses if state.step >= self.warmup.get(role, 0))
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        """The mini-batches of one batch, `epochs` times over: whole groups, as even as their count allows, in order.
+        """The mini-batches of one batch, `epochs` times over, as even as counts allow: whole groups in order, or some attempts
+        of every group.
 
         A step that lost groups to failures may have fewer groups than mini-batches: some are empty then, and count as
         optimizer steps that change nothing, so that schedules keep their pace.
         """
-        count = self.minibatches
-        if self.minibatches == 1:
-            parts = [batch]
-        else:
-            bounds = [batch.n_groups * i // count for i in range(count + 1)]
-            group_S = batch.group_S.tolist()
-            parts = [
-                batch.take([s for s, g in enumerate(group_S) if low <= g < high]) for low, high in itertools.pairwise(bounds)
-            ]
+        parts = [batch]
+        if self.minibatches > 1:
+            part_S = self._parts(batch)
+            parts = [batch.take((part_S == i).nonzero()[:, 0].tolist()) for i in range(self.minibatches)]
         for _ in range(self.epochs):
             yield from parts
+
+    def _parts(self, batch: Batch) -> Tensor:
+        """The mini-batch of each sequence: part i has the groups from floor(i * G / count) on, or attempts are dealt out in
+        turn, with all sequences of theirs."""
+        count, group_S = self.minibatches, batch.group_S
+        if self.minibatches_of == "groups":
+            return torch.div((group_S + 1) * count - 1, max(1, batch.n_groups), rounding_mode="floor")
+        begins_S = torch.ones_like(batch.train_S)
+        begins_S[1:] = (group_S.diff() != 0) | (batch.attempt_S.diff() != 0)
+        return (begins_S.cumsum(0) - 1) % count
 
     def weigh(self, mini: Batch, state: AlgoState) -> Batch:
         """Adds every term's weight column, computed over this whole optimizer step: after this, losses only sum."""
@@ -226,11 +240,12 @@ class Algorithm:
         """What each token weighs in the policy's loss of its optimizer step: the terms' weights, by the size of their
         coefficients. [T], float64."""
         terms = [term for term in self.losses.get("policy", ()) if term.coef]
-        parts = [
-            sum((abs(term.coef) * term.weighting(mini) for term in terms), torch.zeros(mini.n_tokens, dtype=torch.float64))
-            for mini in itertools.islice(self.split(batch), self.minibatches)
-        ]
-        return torch.cat(parts)
+        weights_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
+        placed = batch.fill_tokens(place=torch.arange(batch.n_tokens))
+        for mini in itertools.islice(self.split(placed), self.minibatches):
+            for term in terms:
+                weights_T[mini.need("place")] += abs(term.coef) * term.weighting(mini)
+        return weights_T
 
     def observe(self, state: AlgoState, metrics: Mapping[str, float]) -> None:
         """After a step: `metrics` are means over its optimizer steps, by "role/term/name" and "batch/name"."""

@@ -56,6 +56,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         fills=frozenset({"old_logprobs"}) if sampler else frozenset(),
         adapt=_adaptation(config.kl),
         minibatches=config.minibatches,
+        minibatches_of=config.minibatches_of,
         epochs=config.epochs,
         group_size=config.group_size,
         greedy_baseline="greedy" in config.reads,

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratchet.batch import ROUTES, Batch
@@ -71,7 +72,8 @@ class Forward:
         seed: of what an adapter drops."""
         micro, watch = micro.to(self.device, self.dtype), self.watch(terms)
         with dropping(self.model, seed):
-            total, found = self.losses(micro, self.hidden(micro, watch), terms, watch)
+            needs = frozenset[str]().union(*(term.needs for term in terms))
+            total, found = self.losses(micro, self.hidden(micro, watch, needs), terms, watch)
             total.backward()
         return found
 
@@ -117,18 +119,25 @@ class Forward:
         asked = Wanted.among(wanted, top_k=top_k, shared=self.shared_vocab)
         with torch.no_grad():
             micro = micro.to(self.device, self.dtype)
-            return self.columns(micro, self.hidden(micro) if hidden_Td is None else hidden_Td, wanted, asked)
+            hidden_Td = self.hidden(micro, needs=wanted) if hidden_Td is None else hidden_Td
+            return self.columns(micro, hidden_Td, wanted, asked)
 
-    def hidden(self, micro: Batch, watch: Watch | None = None) -> Tensor:
+    def hidden(self, micro: Batch, watch: Watch | None = None, needs: Collection[str] = SCALARS) -> Tensor:
+        """[T, d]. needs: what they are read for; for predictions alone, states that predict nothing may be left out."""
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
+        read_T = self._predicting(micro) if SCALARS.isdisjoint(needs) else None
         given = [micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro, watch)]
         if any(micro.media_S):
             if not self.model.reads_media:
                 raise ModelError("the batch has images, audio or videos, and a role's model reads text alone: choose another")
             given.append(micro.media_S)
         with self._precision():
-            return self.model(*given)
+            return self.model(*given, read_T=read_T)
+
+    def _predicting(self, micro: Batch) -> Tensor:
+        """The tokens before those that are predicted: bool [T]."""
+        return F.pad(micro.predicted_T[1:], (0, 1))
 
     def routing(self, micro: Batch, watch: Watch | None = None) -> Routing | None:
         """What the forward of a micro-batch has to do with routers."""

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from ratchet.batch import Batch
 from ratchet.learners.mesh import Mesh
-from ratchet.models.policy import Feed
+from ratchet.models.feeds import Feed
 from ratchet.models.routing import Routing
 from ratchet.models.spread import SpreadPolicy
 

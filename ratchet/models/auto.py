@@ -173,7 +173,15 @@ class TransformersPolicy(PolicyModel):
 
     # --- the forward
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+        *,
+        read_T: Tensor | None = None,
+    ) -> Tensor:
         assert routing is None, "the routers of a transformers model are its own"
         assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         if self.packs:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ratchet.models.config import DecoderConfig
 from ratchet.models.low_rank import LowRank
 from ratchet.models.moe import SparseMLP
-from ratchet.models.ops import heads, linear, rms_norm, swiglu
+from ratchet.models.ops import heads, linear, rms_norm, some_rows, swiglu
 from ratchet.models.parts import UNDIVIDED, WHOLE, Part, Seams
 from ratchet.models.quantised import Form, Quantised
 from ratchet.models.rope import RotaryTable
@@ -89,12 +89,13 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
         c = self.config
         qkv = self.qkv_proj(x_Td).view(len(x_Td), -1, c.head_dim)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         qkv = heads(qkv, (q_norm, k_norm), cos_T1D, sin_T1C, (c.n_heads, c.n_kv_heads), c.norm_eps)
-        return self.o_proj(attend(self.layer, *qkv).flatten(1))
+        out = attend(self.layer, *qkv).flatten(1)
+        return self.o_proj(out if read is None else some_rows(out, read))
 
 
 class GatedMLP(nn.Module):
@@ -128,9 +129,12 @@ class Block(nn.Module):
         attend: Attend,
         row_multiple: int = 1,
         route: Route | None = None,
+        read: Tensor | None = None,
     ) -> Tensor:
+        """read: int64, the rows that come out; None: all. Of others it computes what these attend to."""
         enter, leave = self.seams.enter, self.seams.leave
-        x_Td = x_Td + leave(self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend))
+        attended = leave(self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend, read))
+        x_Td = (x_Td if read is None else some_rows(x_Td, read)) + attended
         return x_Td + leave(self.mlp(enter(self.post_attention_layernorm(x_Td)), row_multiple, route))
 
 
@@ -194,18 +198,21 @@ class Decoder(nn.Module):
         *,
         row_multiple: int = 1,
         route: Route | None = None,
+        read: Tensor | None = None,
     ) -> Tensor:
         """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token. Of a part of the
         layers: what they make of x_Td, which comes from the part before; None in the first.
 
         row_multiple: who pads T to a multiple for the sake of stable products names it here, for products with fewer rows.
-        route: is asked which experts compute each token; None: those that the routers choose.
+        route: is asked which experts compute each token; None: those that the routers choose. read: int64, no two alike, which
+        tokens' states come out, in this order; None: all.
         """
         self.seams.begin(len(tokens_T))
         x_Td = self.embed(tokens_T) if x_Td is None else x_Td
         cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
-        for block in self.layers.values():
-            inputs = (x_Td, cos_T1D, sin_T1C, attend, row_multiple, route)
+        last = len(self.layers) - 1
+        for i, block in enumerate(self.layers.values()):
+            inputs = (x_Td, cos_T1D, sin_T1C, attend, row_multiple, route, read if i == last else None)
             again = self.checkpointing and torch.is_grad_enabled()
             x_Td = cast(Tensor, checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs))
         return x_Td if self.norm is None else self.seams.finish(self.norm(x_Td))

@@ -87,6 +87,23 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up_TF)
 
 
+def some_rows(x: Tensor, index: Tensor) -> Tensor:
+    """`x[index]`, index int64 [n], no two alike: its backward need not add up."""
+    return _Rows.apply(x, index) if torch.is_grad_enabled() else x.index_select(0, index)
+
+
+class _Rows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.rows = index, len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].new_zeros(ctx.rows, *grads[0].shape[1:])
+        return grad.index_copy_(0, ctx.index, grads[0]), None
+
+
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

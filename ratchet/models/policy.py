@@ -8,30 +8,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratchet.config.schema import LoRAConfig
 from ratchet.models import lora
-from ratchet.models.attention import PackedAttention, TreeAttention
 from ratchet.models.by_plan import Divided
 from ratchet.models.config import DecoderConfig
 from ratchet.models.cost import Cost, Work
-from ratchet.models.decoder import Attend, Decoder
+from ratchet.models.decoder import Decoder
+from ratchet.models.feeds import Feed, feed_of, reading_feed
 from ratchet.models.hf import Savable, canonical_weights, save_decoder
 from ratchet.models.layout import pieces
 from ratchet.models.lora import Adapter, merged, of_adapter
 from ratchet.models.lora_targets import targets_of
-from ratchet.models.prefixes import PrefixTree, path_keys
 from ratchet.models.routing import Routing
 from ratchet.models.tensor_parallel import DividedVocabulary
 
 UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
-WORTH = 0.9  # beginnings are shared where at most this part of the tokens is left: a call with a mask costs a little more
 
 
 class PolicyModel(nn.Module, ABC):
@@ -105,16 +101,33 @@ class PolicyModel(nn.Module, ABC):
     def checkpointing(self, on: bool) -> None: ...
 
     @abstractmethod
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+        *,
+        read_T: Tensor | None = None,
+    ) -> Tensor:
         """Final hidden states [T, d], each a function of its own sequence alone.
 
         lengths: tokens of each sequence, each at least 1; they sum to T. positions_T restarts at 0 in each. routing: of the T
-        tokens, for a model that `routes`.
+        tokens, for a model that `routes`. read_T: bool, whose states are read; None: all. What others get is any finite number,
+        and a model need not compute it.
         """
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+        *,
+        read_T: Tensor | None = None,
+    ) -> Tensor:
         """As `hidden`, by a call that hooks of torch see: FSDP fetches weights before it."""
-        return self.hidden(tokens_T, positions_T, lengths, routing)
+        return self.hidden(tokens_T, positions_T, lengths, routing, read_T=read_T)
 
     @abstractmethod
     def logits(self, hidden_nd: Tensor) -> Tensor:
@@ -166,45 +179,6 @@ class PolicyModel(nn.Module, ABC):
     def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
         """Writes a Hugging Face directory, every file whole or not at all. weights: all of them by canonical name, where they
         are not the model's own."""
-
-
-@dataclass(frozen=True)
-class Feed:
-    """What a decoder computes of packed sequences: distinct tokens, in the order that its attention wants. back_T: int64, where
-    each of the T tokens is among them; None: as they are. seed: of what adapters drop, where the feed brings it."""
-
-    tokens_U: Tensor
-    positions_U: Tensor
-    attend: Attend
-    back_T: Tensor | None = None
-    routing: Routing | None = None
-    seed: int | None = None
-
-    def unfold(self, hidden_Ud: Tensor) -> Tensor:
-        """[T, d]"""
-        return hidden_Ud if self.back_T is None else hidden_Ud.index_select(0, self.back_T)
-
-    def padded(self, tokens: int) -> Feed:
-        """With so many, of which nothing reads the last ones."""
-        own = len(self.tokens_U)
-        if own == tokens:
-            return self
-        more = (0, tokens - own)
-        routing = None if self.routing is None else self.routing.padded(tokens)
-        tokens_U, positions_U = F.pad(self.tokens_U, more), F.pad(self.positions_U, more)
-        return replace(self, tokens_U=tokens_U, positions_U=positions_U, attend=Padded(self.attend, own), routing=routing)
-
-
-@dataclass(frozen=True)
-class Padded:
-    """`attend` of a feed for hidden states with padding behind them."""
-
-    attend: Attend
-    tokens: int
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        out = self.attend(layer, q_THD[: self.tokens], k_TKD[: self.tokens], v_TKD[: self.tokens])
-        return F.pad(out, (0, 0, 0, 0, 0, len(q_THD) - self.tokens))
 
 
 class DecoderPolicy(PolicyModel):
@@ -267,26 +241,26 @@ class DecoderPolicy(PolicyModel):
     def checkpointing(self, on: bool) -> None:
         self.decoder.checkpointing = on
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
-        feed = self.feed(tokens_T, positions_T, lengths, routing)
-        return feed.unfold(self.decoder(feed.tokens_U, feed.positions_U, feed.attend, route=feed.routing))
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+        *,
+        read_T: Tensor | None = None,
+    ) -> Tensor:
+        if read_T is None or routing is not None or not read_T.any():
+            feed = self.feed(tokens_T, positions_T, lengths, routing)
+        else:
+            feed = reading_feed(tokens_T, positions_T, lengths, read_T, shares=self.shares_prefixes)
+        hidden = self.decoder(feed.tokens_U, feed.positions_U, feed.attend, route=feed.routing, read=feed.read_U)
+        return feed.unfold(hidden)
 
     def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Feed:
-        assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         if routing is not None:
             routing.check(self.shape)
-        if len(lengths) > 1 and self.shares_prefixes:
-            given_TLK = None if routing is None else routing.given_TLK
-            tree = PrefixTree.of(path_keys(tokens_T, given_TLK), lengths)
-            if len(tree.tokens_U) <= WORTH * len(tokens_T):
-                return _shared(tokens_T, positions_T, tree, routing)
-        ascending = sorted(lengths)
-        attend = PackedAttention(ascending, tokens_T.device)
-        if ascending == list(lengths):
-            return Feed(tokens_T, positions_T, attend, routing=routing)
-        # Sequences of like length share an attention call if they are neighbours: reorder once, not in every layer.
-        order_T, inverse_T = (index.to(tokens_T.device) for index in _by_length(lengths))
-        return _reordered(tokens_T, positions_T, attend, order_T, inverse_T, routing)
+        return feed_of(tokens_T, positions_T, lengths, routing, shares=self.shares_prefixes)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         weight_Vd = self.decoder.head_weight
@@ -316,31 +290,3 @@ class DecoderPolicy(PolicyModel):
 
     def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
         save_decoder(self.decoder, directory, weights=weights)
-
-
-def _shared(tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None) -> Feed:
-    tokens_U, distinct_T = (torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T))
-    return _reordered(tokens_T, positions_T, TreeAttention(tree, tokens_T.device), tokens_U, distinct_T, routing)
-
-
-def _reordered(
-    tokens_T: Tensor, positions_T: Tensor, attend: Attend, order_U: Tensor, back_T: Tensor, routing: Routing | None
-) -> Feed:
-    """Of tokens order_U."""
-    if routing is not None:
-        routing = routing.rows(order_U)
-        if routing.watch is not None:
-            routing.watch.back_T = back_T
-    return Feed(tokens_T[order_U], positions_T[order_U], attend, back_T, routing)
-
-
-def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(where each token of the sequences in ascending order of length comes from, the inverse), int64 [T]."""
-    lengths_S = torch.tensor(lengths)
-    starts_S = lengths_S.cumsum(0) - lengths_S
-    sorted_S, rows_S = lengths_S.sort(stable=True)
-    shift_S = starts_S[rows_S] - (sorted_S.cumsum(0) - sorted_S)
-    order_T = torch.arange(int(lengths_S.sum())) + shift_S.repeat_interleave(sorted_S)
-    inverse_T = torch.empty_like(order_T)
-    inverse_T[order_T] = torch.arange(len(order_T))
-    return order_T, inverse_T

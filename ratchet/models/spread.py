@@ -14,10 +14,11 @@ from ratchet.models.collectives import Group, sum_backward
 from ratchet.models.config import DecoderConfig
 from ratchet.models.context_parallel import ContextAttention, Division
 from ratchet.models.expert_parallel import ExpertExchange
+from ratchet.models.feeds import Feed
 from ratchet.models.hf import empty_decoder
 from ratchet.models.moe import SparseMLP
 from ratchet.models.parts import Part, Share
-from ratchet.models.policy import DecoderPolicy, Feed
+from ratchet.models.policy import DecoderPolicy
 from ratchet.models.routing import Routing
 from ratchet.models.tensor_parallel import DividedVocabulary, TensorSeams
 
@@ -105,7 +106,15 @@ class SpreadPolicy(DecoderPolicy):
         group = self.spread.context
         return None if group is None else _division(tuple(lengths), Share(group.rank(), group.size()))
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+        *,
+        read_T: Tensor | None = None,
+    ) -> Tensor:
         feed = self.feed(tokens_T, positions_T, lengths, routing)
         return feed.unfold(self.stages[0](None, feed=feed))
 

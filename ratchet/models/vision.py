@@ -169,6 +169,8 @@ class VisionPolicy(TransformersPolicy):
         lengths: Sequence[int],
         routing: Routing | None = None,
         media: Media = (),
+        *,
+        read_T: Tensor | None = None,
     ) -> Tensor:
         """media: of each sequence, in order; (): there are none at all."""
         assert routing is None, "the routers of a transformers model are its own"
@@ -187,8 +189,10 @@ class VisionPolicy(TransformersPolicy):
         lengths: Sequence[int],
         routing: Routing | None = None,
         media: Media = (),
+        *,
+        read_T: Tensor | None = None,
     ) -> Tensor:
-        return self.hidden(tokens_T, positions_T, lengths, routing, media)
+        return self.hidden(tokens_T, positions_T, lengths, routing, media, read_T=read_T)
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Of text alone."""

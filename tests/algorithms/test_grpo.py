@@ -5,12 +5,14 @@ Each paper is one configuration: GRPO (arXiv:2402.03300 eq. 3), DAPO (arXiv:2503
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from oracles import advantages, losses
 from oracles import ragged as oracle
 from oracles.cases import column, gradient, groups, kept, leaf, outputs, rollouts
@@ -161,3 +163,27 @@ def test_minibatches_are_whole_groups_each_normalised_for_itself():
     assert [mini.group_ids for mini in minis] == [("a",), ("b",)]
     weights = [next(iter(mini.weights.values())).values.tolist() for mini in minis]
     assert weights == [[0, 0.25, 0.25] * 2, [0, 0.5, 0] * 2]
+
+
+@given(rows=rollouts(), count=st.integers(2, 5))
+@pytest.mark.parametrize("of", ["groups", "attempts"])
+def test_minibatches_divide_a_batch_evenly(of: str, rows: list[Row], count: int):
+    """Each row once; whole groups in order, or attempts of every group."""
+    batch = pack(groups(rows))
+    places = batch.fill_sequences(row=torch.arange(batch.n_sequences))
+    found = [mini.need("row").tolist() for mini in grpo(minibatches=count, minibatches_of=of).split(places)]
+    assert len(found) == count
+    assert sorted(itertools.chain(*found)) == list(range(batch.n_sequences))
+
+    unit_S = [(g, a if of == "attempts" else 0) for g, a in zip(batch.group_S.tolist(), batch.attempt_S.tolist(), strict=True)]
+    units = [list(dict.fromkeys(unit_S[row] for row in rows)) for rows in found]
+    assert sorted(itertools.chain(*units)) == sorted(set(unit_S)), "a group or an attempt lies in two mini-batches"
+    sizes = [units] if of == "groups" else [[[u for u in part if u[0] == g] for part in units] for g in range(batch.n_groups)]
+    assert all(max(map(len, size)) - min(map(len, size)) <= 1 for size in sizes)
+
+
+def test_attempts_are_kept_together_where_the_loss_compares_them():
+    algo = grpo(minibatches=2, minibatches_of="attempts")
+    compared = replace(algo.losses["policy"][0], level="group")
+    with pytest.raises(ConfigError, match="set minibatches_of=groups"):
+        replace(algo, losses={"policy": (compared,)})

@@ -164,6 +164,7 @@ def shaped(kind: str, **options: Any) -> dict[str, Any]:
 # kind of algorithm, keys around, the key, and two values of it.
 CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {}, "minibatches", 1, 2),
+    (PG, {"minibatches": 2}, "minibatches_of", "groups", "attempts"),
     (PG, {}, "epochs", 1, 2),
     (PG, {}, "group_size", 4, 8),
     (PG, {}, "advantage_clip", None, 0.1),

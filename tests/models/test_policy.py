@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from ratchet.models.feeds import _by_length
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.policy import _by_length
 from ratchet.models.presets import preset
 
 

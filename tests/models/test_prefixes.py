@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.models import policy as policy_module
+from ratchet.models import feeds
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.policy import DecoderPolicy, _shared
+from ratchet.models.feeds import _shared
+from ratchet.models.policy import DecoderPolicy
 from ratchet.models.prefixes import SHORTEST, PrefixTree, shared_beginning
 
 CONFIG = DecoderConfig(vocab_size=7, hidden_size=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, intermediate_size=24)
@@ -86,9 +87,39 @@ def test_a_tree_equals_the_sequences_apart(config: DecoderConfig, rows: list[lis
 def test_sharing_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch):
     net = DecoderPolicy(Decoder(CONFIG).init_weights(0))
     calls = []
-    monkeypatch.setattr(
-        policy_module, "TreeAttention", lambda *a, real=policy_module.TreeAttention: calls.append(1) or real(*a)
-    )
+    monkeypatch.setattr(feeds, "TreeAttention", lambda *a, real=feeds.TreeAttention: calls.append(1) or real(*a))
     net.hidden(*laid([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 0]]))
     net.hidden(*laid([[1, 2, 3, 4, 5, 6], [0, 2, 3, 4, 5, 0]]))
     assert calls == [1]
+
+
+@pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "sparse"])
+@settings(max_examples=40, deadline=None)
+@given(rows=families(), data=st.data())
+def test_what_nobody_reads_is_left_out_and_changes_nothing(config: DecoderConfig, rows: list[list[int]], data: st.DataObject):
+    net = DecoderPolicy(Decoder(config).init_weights(0).double())
+    tokens, positions, lengths = laid(rows)
+    read = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
+    weights = torch.randn(len(tokens), CONFIG.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found, whole = net.hidden(tokens, positions, lengths, read_T=read), net.hidden(tokens, positions, lengths)
+    assert found.shape == whole.shape
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[read], whole[read], rtol=1e-10, atol=1e-12)
+    if read.any():
+        slopes, expected = (
+            torch.autograd.grad((made * weights)[read].sum(), list(net.parameters()), materialize_grads=True, allow_unused=True)
+            for made in (found, whole)
+        )
+        for ours, theirs in zip(slopes, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_last_layer_computes_what_is_read(monkeypatch: pytest.MonkeyPatch):
+    """Of a prompt of five tokens and two answers of three: what predicts the answers."""
+    net = DecoderPolicy(Decoder(CONFIG).init_weights(0))
+    computed = []
+    for block in net.decoder.layers.values():
+        block.mlp.register_forward_hook(lambda _, given, out: computed.append(len(out)))
+    read = torch.tensor([False] * 4 + [True] * 3 + [False]).repeat(2)
+    net.hidden(*laid([[1, 2, 3, 4, 5, 6, 0, 1], [1, 2, 3, 4, 5, 2, 1, 6]]), read_T=read)
+    assert computed == [5 + 2 * 2] * (CONFIG.n_layers - 1) + [1 + 2 * 2]

@@ -30,7 +30,7 @@ class AlgorithmConfig(Section):
         """Whether anything learned depends on rewards; else attempts need none."""
         return True
 
-    minibatches: int = Field(default=1, ge=1, description="Optimizer steps that a batch is split into, by whole groups.")
+    minibatches: int = Field(default=1, ge=1, description="Optimizer steps that a batch is split into.")
     epochs: int = Field(default=1, ge=1, description="Times that a batch is gone through.")
 
     @model_validator(mode="before")

@@ -103,6 +103,11 @@ class PolicyGradientConfig(AlgorithmConfig):
     source: ClassVar[Source] = "rollouts"
 
     group_size: GroupSize = 8
+    minibatches_of: Literal["groups", "attempts"] = Field(
+        default="groups",
+        description="What a mini-batch has: some groups whole, whose prompts are then computed once, or some attempts of every "
+        "group, which learns more a step from short prompts.",
+    )
     shaping: Shaping = Field(default=(), description="What is done to rewards first, in this order.")
     advantage: Advantage = Field(default=GroupRelative(), description="How much better than expected an attempt was.")
     advantage_clip: float | None = Field(
@@ -157,6 +162,8 @@ class PolicyGradientConfig(AlgorithmConfig):
             check()
         if "positive_nll_above" in self.changed and not self.positive_nll_coef:
             raise ValueError("positive_nll_above is not read with positive_nll_coef=0: set positive_nll_coef, or remove it")
+        if self.minibatches_of == "attempts" and self.minibatches == 1:
+            raise ValueError("minibatches_of=attempts divides nothing with minibatches=1: set minibatches, or remove it")
         if self.old_logprobs == "sampler" and self.correction is not None:
             raise ValueError(
                 "old_logprobs=sampler makes sampler and learner the same for correction, which then does nothing: "

@@ -34,11 +34,11 @@ from ratchet.learners.resting import fingerprint_of_ranks
 from ratchet.learners.topology import Topology
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Place, megatron_layout
+from ratchet.models.feeds import Feed
 from ratchet.models.heads import ScalarHead
 from ratchet.models.layout import shards
 from ratchet.models.megatron.blocks import of_model
 from ratchet.models.megatron.policy import MegatronPolicy
-from ratchet.models.policy import Feed
 from ratchet.models.routing import Watch
 
 Ending = Callable[[int, Tensor], Any]  # (micro-batch, its hidden states [T, d]) -> what the schedule wants of the last stage

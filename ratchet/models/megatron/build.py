@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ratchet.models.collectives import gather
 from ratchet.models.config import DecoderConfig
+from ratchet.models.feeds import Feed
 from ratchet.models.heads import ScalarHead
 from ratchet.models.megatron.parts import Packed, RMSNorm, layer_spec
 from ratchet.models.megatron_sizes import Fp8, Sizes, padded_vocabulary
-from ratchet.models.policy import Feed
 from ratchet.models.rope import RotaryTable
 from ratchet.models.routing import Routing
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ratchet.models.collectives import Group, sum_backward
 from ratchet.models.config import DecoderConfig
+from ratchet.models.feeds import Feed
 from ratchet.models.hf import Savable, save_shape
 from ratchet.models.lora import Adapter
 from ratchet.models.megatron.blocks import Owned, fill_stages, owned
@@ -20,7 +21,6 @@ from ratchet.models.megatron.lora import attach
 from ratchet.models.megatron_sizes import Fp8, Sizes, padded_vocabulary
 from ratchet.models.origin import Read
 from ratchet.models.parts import Part, Share
-from ratchet.models.policy import Feed
 from ratchet.models.routing import Routing
 from ratchet.models.spread import Spread, SpreadPolicy
 from ratchet.models.tensor_parallel import DividedVocabulary
@@ -87,7 +87,15 @@ class MegatronPolicy(SpreadPolicy):
         most = max(tokens, len(feed.tokens_U), 1)
         return feed.padded(-(-most // multiple) * multiple)
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+        *,
+        read_T: Tensor | None = None,
+    ) -> Tensor:
         assert len(self.chunks) == self.sizes.pipeline == 1, "a pipeline is run by Megatron's own schedule"
         feed = self.feed(tokens_T, positions_T, lengths, routing)
         return self.unpadded(feed, self.chunks[0](self.fitted(feed)))

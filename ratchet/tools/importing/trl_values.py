@@ -26,6 +26,12 @@ def minibatches(config: Config) -> int:
     return max(1, answers(config) // (config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]))
 
 
+def divided(value: Any, config: Config) -> Sets:
+    """There answers are shuffled before a batch is divided."""
+    count = minibatches(config)
+    return Sets({"algorithm.minibatches": count, **({"algorithm.minibatches_of": "attempts"} if count > 1 else {})})
+
+
 def updates(config: Config) -> int:
     """Optimizer steps a batch."""
     return minibatches(config) * config["num_iterations"] if config["num_generations"] else 1

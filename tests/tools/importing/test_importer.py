@@ -104,6 +104,7 @@ def test_trl_counts_answers_of_one_process_and_optimizer_steps() -> None:
     flat = READ["trl_grpo.yaml"].flat
     # 16 answers x 8 steps a generation, by 8 answers a prompt; 8 steps in 2 optimizer steps of 4; and each twice
     assert (flat["batch_size"], flat["algorithm.minibatches"], flat["algorithm.epochs"]) == (16, 2, 2)
+    assert flat["algorithm.minibatches_of"] == "attempts"  # it shuffles answers before it divides them
     assert flat["steps"] == 400 // (2 * 2)
     assert flat["optimizer.warmup_steps"] == 40
 
