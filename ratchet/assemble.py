@@ -34,7 +34,7 @@ from ratchet.models.presets import preset
 from ratchet.rewards.compose import composed
 from ratchet.roles import check_readers, check_roles, check_routers
 from ratchet.run import Run
-from ratchet.stage import Arena, Plan, Policy
+from ratchet.stage import Arena, Plan, Played, Policy
 from ratchet.stores import is_address
 from ratchet.types import Sampling
 
@@ -251,6 +251,19 @@ def plan_of(config: RunConfig, index: int) -> Plan:
         algorithm=stage.algorithm,
         link=stage.link,
         colocated=_colocated(config),
+        played=_played(config, stage),
+    )
+
+
+def _played(config: RunConfig, stage: StageConfig) -> Played | None:
+    if getattr(stage.generator, "plays", "") != "groups" or stage.source != "rollouts":
+        return None
+    return Played(
+        stage.environment.model_dump(mode="json"),
+        [reward.model_dump(mode="json") for reward in stage.rewards],
+        stage.rollouts,
+        template_of(config),
+        getattr(config.tokenizer, "tool_format", "auto"),
     )
 
 

@@ -18,11 +18,12 @@ from ratchet.evals.scores import ScoreEvaluator
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.concurrency import Concurrency
 from ratchet.experience.curriculum import Curriculum
+from ratchet.experience.elsewhere import Elsewhere
 from ratchet.experience.episode import Player
 from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
 from ratchet.experience.interruption import Interruptible
 from ratchet.experience.ledger import Ledger
-from ratchet.experience.manager import Plays, RolloutManager
+from ratchet.experience.manager import Plays, PlaysGroups, RolloutManager
 from ratchet.experience.parity import Ends, ParityGate
 from ratchet.experience.prefetch import Prefetch, teaches
 from ratchet.experience.probes import Probes
@@ -34,6 +35,7 @@ from ratchet.experience.sources import Rollouts, StreamSource
 from ratchet.experience.tails import Cuttable, TailBatching
 from ratchet.experience.tasks import TaskStream
 from ratchet.generation import link_of
+from ratchet.generators.router import Router
 from ratchet.interfaces import Learner, Measures, OffersTools, Reward, Source
 from ratchet.learners.columns import SCALARS
 from ratchet.links.make import Between
@@ -42,7 +44,7 @@ from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
 from ratchet.roles import check_routers, longest_row, make_roles
 from ratchet.run import Run
-from ratchet.stage import Arena, Plan, Policy
+from ratchet.stage import Arena, Plan, Played, Policy
 from ratchet.turns import take_turns
 from ratchet.types import Sampling, Task
 
@@ -75,7 +77,11 @@ def make_run(
         policy = replace(policy, generator=generator)
     playing = _around_generator(policy, plan.rollouts)
     needed = algorithm.reads_reward
-    manager = make_manager(playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed)
+    manager = (
+        make_manager(playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed)
+        if plan.played is None
+        else _elsewhere(policy, plan.played, max_context=readable, needs_reward=needed)
+    )
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     source.ledger = ledger or source.ledger
     drawn = _scheduled(source, playing, arena, plan, last_step=first + plan.steps) if isinstance(source, Rollouts) else source
@@ -171,6 +177,13 @@ def make_manager(
         judge_timeout_s=rollouts.attempt_timeout_s,
         retries=rollouts.retries,
     )
+
+
+def _elsewhere(policy: Policy, played: Played, *, max_context: int, needs_reward: bool) -> Elsewhere:
+    assert isinstance(policy.generator, Router), "the configuration lets no other play groups"
+    if policy.renderer.processor is not None:
+        raise ConfigError("the model reads media, whose processor workers that play don't have: set generator.plays=requests")
+    return Elsewhere(policy.generator, (played, max_context, needs_reward))
 
 
 def _player(policy: Policy, agent: Agent | None, rollouts: RolloutsConfig, max_context: int) -> Plays:
@@ -279,23 +292,23 @@ def _writer(policy: Policy, algorithm: Algorithm) -> Writer:
     return Writer(policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature)
 
 
-def _rows(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
+def _rows(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
     return Rows(_stream(arena, plan), plan.name, _writer(policy, algorithm), train=algorithm.turns)
 
 
-def _pairs(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager | None = None) -> Pairs:
+def _pairs(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups | None = None) -> Pairs:
     return Pairs(_stream(arena, plan), plan.name, _writer(policy, algorithm))
 
 
-def _labelled(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
+def _labelled(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
     return Labelled(_stream(arena, plan), plan.name, _writer(policy, algorithm), reference_rows=algorithm.reference_rows)
 
 
-def _steps(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
+def _steps(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
     return Stepped(_stream(arena, plan), plan.name, _writer(policy, algorithm))
 
 
-def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: RolloutManager) -> StreamSource:
+def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
     return Rollouts(
         _stream(arena, plan),
         plan.name,
@@ -309,7 +322,7 @@ def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, ma
     )
 
 
-SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, RolloutManager], StreamSource]] = {
+SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, PlaysGroups], StreamSource]] = {
     "rows": _rows,
     "pairs": _pairs,
     "labelled": _labelled,

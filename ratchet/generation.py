@@ -18,10 +18,11 @@ from ratchet.executors.machine import prepare_process, use_kernels
 from ratchet.generators.rank import GeneratorRank
 from ratchet.generators.router import Receivers, Router
 from ratchet.generators.workers_config import WorkersConfig
-from ratchet.interfaces import Audits, Executor, Link, Workers
+from ratchet.interfaces import Audits, Executor, Generator, Link, Workers
 from ratchet.kernels import cpu
 from ratchet.links.make import Between, make_link
 from ratchet.models.origin import Origin
+from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
 
 GENERATOR = "generator"  # the name of the workers that generate
@@ -36,13 +37,18 @@ class Seat(Protocol):
     def device(self) -> str: ...
 
 
-def make_rank(
-    seat: Seat, *, section: Mapping[str, Any], origin: Origin, tokenizer: Tokenizer, compiled: bool = False
-) -> GeneratorRank:
-    """What a worker's process holds. section: the values of its generator's. Its first weights are those of the origin.
-    compiled: whether it computes with compiled kernels, as the driver does."""
+def make_rank(seat: Seat, **given: Any) -> GeneratorRank:
+    """What a worker's process holds. given: to `make_generator`."""
     from ratchet.links.ends import Intake  # the driver needs it where it has the generator itself
 
+    return GeneratorRank(make_generator(seat, **given)[0], Intake)
+
+
+def make_generator(
+    seat: Seat, *, section: Mapping[str, Any], origin: Origin, tokenizer: Tokenizer, compiled: bool = False
+) -> tuple[Generator, PolicyModel]:
+    """In this process, and the model that it was made of. section: the values of its own. Its first weights are those of the
+    origin. compiled: whether it computes with compiled kernels, as the driver does."""
     prepare_process(seat.threads)
     use_kernels(compiled)
     config = resolve("generating", section)
@@ -51,8 +57,7 @@ def make_rank(
     device = "cpu" if getattr(config, "copies_weights", False) else seat.device
     model = origin.policy(device=device).requires_grad_(False)
     with environment.settings(getattr(config, "environment", {})):
-        generator = construct(config, model, tokenizer)
-    return GeneratorRank(generator, Intake)
+        return construct(config, model, tokenizer), model
 
 
 def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None) -> list[Need]:
@@ -74,7 +79,7 @@ def start_generators(router: Router, section: WorkersConfig, executor: Executor,
     def start(rank: int) -> Workers:
         group = executor.group(GENERATOR, rank)
         try:
-            group.build_now("ratchet.generation:make_rank", arguments)
+            group.build_now(f"ratchet.{'playing' if section.plays == 'groups' else 'generation'}:make_rank", arguments)
         except BaseException:
             group.close()
             raise

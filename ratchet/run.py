@@ -23,7 +23,7 @@ from ratchet.evals.report import keep
 from ratchet.evals.results import Results
 from ratchet.evals.scores import ScoreEvaluator
 from ratchet.experience.batcher import Batcher
-from ratchet.experience.manager import RolloutManager
+from ratchet.experience.manager import PlaysGroups
 from ratchet.experience.measure import SPREADS, measure_groups, measure_staleness, spread_attempts
 from ratchet.experience.parity import ParityGate
 from ratchet.experience.probes import Findings, Probes
@@ -117,7 +117,7 @@ class Run:
     observers: Sequence[Observer] = ()
     recorder: Records | None = None
     evaluator: Evaluator | PairEvaluator | ScoreEvaluator | None = None
-    managers: Sequence[RolloutManager] = ()
+    managers: Sequence[PlaysGroups] = ()
     trainable: Mapping[str, float] = field(default_factory=dict)
     environment_numbers: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
     evaluate_every: int = 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ratchet.config.base import Section
 from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsConfig
@@ -108,6 +109,18 @@ class Arena:
 
 
 @dataclass(frozen=True)
+class Played:
+    """What workers need to play a stage's groups themselves: the values of its environment's section and of its rewards', its
+    rollouts, and how messages become tokens (see `Policy.of`)."""
+
+    environment: Mapping[str, Any]
+    rewards: Sequence[Mapping[str, Any]]
+    rollouts: RolloutsConfig
+    template: str | None = None
+    tool_format: str = "auto"
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a stage does, in numbers.
 
@@ -115,7 +128,7 @@ class Plan:
     come when. first_step: where its step numbers begin; None goes on from the version that the generator has. algorithm: the
     section of the stage's algorithm, for learners in other processes. link: its section; None: what fits. directory: where
     links may leave files. colocated: learner and generator use the accelerator by turns. adapter: what the policy trains in
-    place of its weights.
+    place of its weights. played: given to the generator's workers, which play its groups; None: this process plays them.
     """
 
     name: str
@@ -137,3 +150,4 @@ class Plan:
     directory: Path = Path("runs")
     colocated: bool = False
     adapter: Adapter | None = None
+    played: Played | None = None

@@ -1,11 +1,14 @@
 """Seconds that Ratchet trains, evaluation apart, until the quick-start's second stage first reaches `--target` held-out; the
-model comes from sorting_start.py."""
+model comes from sorting_start.py. With several threads, as many processes of one thread play the groups."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import common
 import protocol
@@ -13,13 +16,29 @@ import protocol
 options = common.start(protocol.target_arguments("the quick-start's GRPO stage with Ratchet"))
 
 import ratchet as rt
-from ratchet.assemble import build_arena, plan_of
+from ratchet.assemble import build_arena, build_executor, build_policy, plan_of, start_processes
 from ratchet.config.loader import load_config
+from ratchet.config.schema import RunConfig
+from ratchet.config.tree import read_file, write_text
+from ratchet.executors.machine import compiles
 from ratchet.learners.config import LocalConfig
 
 
+def recipe() -> RunConfig:
+    """The quick-start with the model of the directory, and `threads` processes that play."""
+    values = read_file(common.QUICKSTART)[0].plain()
+    values |= {"model": {"path": options.model}, "tokenizer": {"kind": "auto"}, "device": "cpu", "seed": options.seed}
+    values["kernels"] = "compiled" if compiles() else "torch"
+    if options.threads > 1:
+        values["generator"] = {"kind": "workers", "workers": options.threads, "plays": "groups", "of": {"kind": "engine"}}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "quickstart.yaml"
+        path.write_text(write_text(values), encoding="utf-8")
+        return load_config(path)
+
+
 async def main() -> None:
-    config = load_config(common.QUICKSTART, ["device=cpu", f"seed={options.seed}"])
+    config = recipe()
     stage = config.stages[1]
     plan = replace(
         plan_of(config, 1),
@@ -27,17 +46,23 @@ async def main() -> None:
         evaluation=stage.evaluation.model_copy(update={"every": options.every}),
         first_step=0,
     )
-    run = rt.make_run(common.make_policy(options), build_arena(stage), rt.construct(stage.algorithm), plan)
-    goal = protocol.Goal(options.target)
+    async with AsyncExitStack() as ends:
+        executor = build_executor(config)
+        ends.callback(executor.close)
+        policy = start_processes(config, executor, build_policy(config))
+        ends.push_async_callback(policy.close)
+        run = rt.make_run(policy, build_arena(stage), rt.construct(stage.algorithm), plan)
+        goal = protocol.Goal(options.target)
 
-    def watch(step: int, numbers: Mapping[str, float | None]) -> None:
-        accuracy = numbers.get("eval/accuracy")
-        if accuracy is not None and goal.reached(step, run.progress.seconds, accuracy):
-            run.stop.status = 0  # the loop ends after this step
+        def watch(step: int, numbers: Mapping[str, float | None]) -> None:
+            accuracy = numbers.get("eval/accuracy")
+            if accuracy is not None and goal.reached(step, run.progress.seconds, accuracy):
+                run.stop.status = 0  # the loop ends after this step
 
-    run.observers = (watch,)
-    await rt.train(run)
+        run.observers = (watch,)
+        await rt.train(run)
     common.emit(options, [goal.seconds()], case="quickstart", curve=goal.curve)
 
 
-asyncio.run(main())
+if __name__ == "__main__":  # processes that play import this module
+    asyncio.run(main())

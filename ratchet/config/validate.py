@@ -288,6 +288,29 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """What groups that are played in the generator's workers can't be."""
+    if getattr(stage.generator, "plays", "") != "groups" or stage.source != "rollouts":
+        return
+    rollouts = stage.rollouts
+    keys = {
+        "rollouts.max_staleness": rollouts.max_staleness > 0,
+        "rollouts.dynamic_sampling": rollouts.dynamic_sampling,
+        "rollouts.tail_batching": rollouts.tail_batching > 0,
+        "rollouts.redundant_attempts": rollouts.redundant_attempts > 0,
+        "rollouts.redundant_groups": rollouts.redundant_groups > 0,
+        "agent.kind": stage.agent is not None,
+        "cluster.colocated": bool(getattr(config.cluster, "colocated", False)),
+    }
+    for key in (key for key, given in keys.items() if given):
+        yield clash(
+            f"generator.plays=groups plays a step's groups in other processes, from beginning to end, and "
+            f"{key.removesuffix('.kind')} can't be had there: remove it, or set generator.plays=requests",
+            key,
+            "generator.plays",
+        )
+
+
 def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
@@ -334,6 +357,7 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _given,
     _judged,
     _agent,
+    _played,
     _overlong,
     _probed,
     *AHEAD_CHECKS,

@@ -35,6 +35,25 @@ class Plays(Protocol):
     ) -> Rows: ...
 
 
+class PlaysGroups(Protocol):
+    """Who plays groups: `RolloutManager`, or workers. playing: how many attempts or groups are under way."""
+
+    playing: int
+
+    async def groups(
+        self,
+        jobs: Sequence[tuple[str, Task]],
+        sampling: Sampling,
+        *,
+        attempts: int,
+        greedy: bool = False,
+        redundant: int = 0,
+        wanted: int | None = None,
+    ) -> list[Group]: ...
+
+    async def close(self) -> None: ...
+
+
 class RolloutManager:
     """new_environment: makes an instance; one plays one attempt at a time, and is used again afterwards.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ratchet.experience.ledger import Event, Ledger
-from ratchet.experience.manager import RolloutManager
+from ratchet.experience.manager import PlaysGroups
 from ratchet.experience.measure import measure_redundancy
 from ratchet.experience.tasks import TaskStream
 from ratchet.types import Group, Sampling, Task
@@ -95,7 +95,7 @@ class Rollouts(StreamSource):
         self,
         stream: TaskStream,
         name: str,
-        manager: RolloutManager,
+        manager: PlaysGroups,
         *,
         sampling: Sampling,
         seed: int,

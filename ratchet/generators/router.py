@@ -27,6 +27,7 @@ from ratchet.types import Completion, Placed, Sampling
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.05  # of an exchange in which nothing ends: as long may a new request wait until it is begun
+LONGEST_S = 7 * 86_400.0  # of a step's attempts: their own deadlines, and the workers' silence, end what hangs
 TOGETHER = 64  # attempts at one prompt that go to one worker; of more, others take their share
 
 
@@ -274,18 +275,27 @@ class Router:
             if isinstance(error, BaseException) and (self.broken is not None or not isinstance(error, WorkerError)):
                 raise error
 
-    async def ask(self, station: Station, method: str, *arguments: Any) -> Any:
-        """Raises WorkerError where the worker is lost, and what its component raises."""
+    async def ask(self, station: Station, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Raises WorkerError where the worker is lost, and what its component raises. timeout_s: None: the workers' own."""
         if (group := station.group) is None:
             raise self.broken or WorkerError(f"generator rank {station.rank} was lost")
         try:
-            (answer,) = await group.call(method, *arguments)
+            (answer,) = await (group if timeout_s is None else group.within(timeout_s)).call(method, *arguments)
         except WorkerRaised:
             raise
         except WorkerError as error:
             self.lost(station, group, error)
             raise
         return answer
+
+    async def ask_each(self, method: str, arguments_by_worker: Sequence[Sequence[Any]]) -> list[Any]:
+        """Each with arguments of its own, for as long as it takes."""
+        pairs = zip(self.stations, arguments_by_worker, strict=True)
+        return await asyncio.gather(*(self.ask(own, method, *given, timeout_s=LONGEST_S) for own, given in pairs))
+
+    @property
+    def size(self) -> int:
+        return len(self.stations)
 
     # --- weights that come through this process
 

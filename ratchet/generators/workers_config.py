@@ -18,6 +18,11 @@ class WorkersConfig(Section):
 
     of: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(description="The generator that each of them holds.")
     workers: int = Field(2, ge=1, le=1024, description="Processes, each with the whole model.")
+    plays: Literal["requests", "groups"] = Field(
+        "requests",
+        description="What workers are asked for. requests: completions; groups: whole groups of attempts, whose environments "
+        "and rewards run there too, which pays where attempts are short and many.",
+    )
     recovery: Literal["none", "restart"] = Field(
         "none",
         description="When one dies, or is silent for too long. none: the run ends; restart: another one takes its place, and "
@@ -27,6 +32,8 @@ class WorkersConfig(Section):
 
     @model_validator(mode="after")
     def _restarts(self) -> WorkersConfig:
+        if self.plays == "groups" and self.recovery == "restart":
+            raise ValueError("plays=groups begins no group a second time: set recovery=none, or plays=requests")
         if self.recovery == "none" and "max_restarts" in self.changed:
             raise ValueError("max_restarts bounds what recovery=restart does: set that, or remove max_restarts")
         return self

@@ -4,10 +4,12 @@ between them."""
 import asyncio
 
 import pytest
+from pydantic import ValidationError
 
 from ratchet.assemble import build_policy, build_run, start_processes
 from ratchet.config.kinds import resolve
 from ratchet.config.schema import RunConfig
+from ratchet.config.validate import conflicts
 from ratchet.errors import ConfigError
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
@@ -103,6 +105,41 @@ def test_one_generator_alone_or_beside_a_learner_of_this_process(executor, on_ra
     assert metrics_of(config(**RANKS, generator={**WORKERS, "workers": 1}), executor, tmp_path) == on_ranks
     embedded = metrics_of(config(), executor, tmp_path)
     assert metrics_of(config(generator=WORKERS), executor, tmp_path) == embedded
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_play_whole_groups(executor, tmp_path, workers):
+    """With a reward, and a greedy baseline beside the attempts; groups don't divide evenly. Several stages begin there."""
+    algorithm = {"kind": "remax", "group_size": 3}
+    stages = [
+        {**STAGE, **SFT},
+        {**STAGE, **GRPO, "rewards": [{"kind": "exact_match", "weight": 2.0}]},
+        {**STAGE, "name": "again", "algorithm": algorithm, "steps": 2, "environment": {"kind": "sorting", "digits": 3}},
+    ]
+
+    def settings(**keys):
+        return freeze(RunConfig.model_validate({**RECIPE, "stages": [{**stage, **keys} for stage in stages]}))
+
+    groups = {**WORKERS, "workers": workers, "plays": "groups"}
+    assert metrics_of(settings(generator=groups), executor, tmp_path) == metrics_of(settings(), executor, tmp_path)
+
+
+def test_what_can_not_be_played_elsewhere_is_refused():
+    groups = {**WORKERS, "plays": "groups"}
+    for key, value in (("max_staleness", 1), ("dynamic_sampling", True), ("redundant_attempts", 1), ("tail_batching", 1)):
+        found = [conflict.message for conflict in conflicts(config(generator=groups, rollouts={key: value}))]
+        assert any(f"rollouts.{key} can't be had there: remove it, or set generator.plays=requests" in said for said in found)
+    assert not any("plays" in conflict.message for conflict in conflicts(config(generator=groups)))
+    with pytest.raises(ValidationError, match="set recovery=none, or plays=requests"):
+        config(generator={**groups, "recovery": "restart"})
+
+
+def test_media_need_a_processor_here(tmp_path):
+    settings = config(generator={**WORKERS, "plays": "groups"})
+    policy = build_policy(settings)
+    policy.renderer.processor = object()
+    with pytest.raises(ConfigError, match=r"set generator\.plays=requests"):
+        build_run(settings, 1, policy, directory=tmp_path)
 
 
 def test_a_model_of_transformers(executor, tmp_path):

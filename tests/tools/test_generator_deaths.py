@@ -32,10 +32,13 @@ def started(tmp_path):
     return started
 
 
-@pytest.mark.parametrize(("how", "rank"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
+@pytest.mark.parametrize(
+    ("how", "rank", "plays"),
+    [(signal.SIGKILL, 1, "requests"), (signal.SIGSTOP, 0, "requests"), (signal.SIGKILL, 0, "groups")],
+)
 @pytest.mark.fault("P1", "P7")
-def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank):
-    driver = started(how)
+def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank, plays):
+    driver = started(how, plays=plays)
     os.kill(driver.rank(rank, role="generator"), how)
     status, said = driver.ended()
     assert status == 1

@@ -1,0 +1,63 @@
+"""Whole groups played in the workers that generate: environments and rewards run there too, on as many cores as there are
+workers, and what comes back are groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ratchet.experience.shipping import Shipped
+from ratchet.observe.waits import GENERATE, waiting
+from ratchet.types import Group, Sampling, Task
+
+
+class Players(Protocol):
+    """Workers, each with a generator that has the current weights."""
+
+    async def ask_each(self, method: str, arguments_by_worker: Sequence[Sequence[Any]]) -> list[Any]: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class Elsewhere:
+    """Implements `PlaysGroups` on workers whose components are `ratchet.playing.GroupRank`s. stage: what they need to know of
+    this one's, in the words of `GroupRank.begin`."""
+
+    def __init__(self, players: Players, stage: Sequence[Any]) -> None:
+        self.players, self.stage = players, stage
+        self.playing = 0
+        self._begun = False
+
+    async def groups(
+        self,
+        jobs: Sequence[tuple[str, Task]],
+        sampling: Sampling,
+        *,
+        attempts: int,
+        greedy: bool = False,
+        redundant: int = 0,
+        wanted: int | None = None,
+    ) -> list[Group]:
+        """As `RolloutManager.groups`: seeds belong to attempts, so a group is the same whoever plays it. Raises WorkerError
+        where a worker is lost."""
+        assert not redundant, "the configuration refuses them here"
+        assert wanted in (None, len(jobs)), "nothing is redundant"
+        size = self.players.size
+        shares = [jobs[i::size] for i in range(size)]
+        self.playing += len(jobs)
+        try:
+            with waiting("groups", GENERATE, "workers", None):
+                if not self._begun:
+                    await self.players.ask_each("begin", [self.stage] * size)
+                    self._begun = True
+                asked = [(share, sampling, attempts, greedy) for share in shares]
+                answers: list[Shipped] = await self.players.ask_each("play", asked)
+        finally:
+            self.playing -= len(jobs)
+        parts = [list(own.groups([task for _, task in share])) for own, share in zip(answers, shares, strict=True)]
+        return [parts[i % size][i // size] for i in range(len(jobs))]
+
+    async def close(self) -> None:
+        """Environments are closed with the workers, or when the next stage begins."""
