@@ -133,6 +133,10 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
         shown = bool(getattr(stage.environment, "needs_media", False))
         check_readers(policy.renderer.processor, algorithm, shown=shown)
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
+        if stage.played_by_workers and policy.renderer.processor is not None:
+            raise ConfigError(
+                "the model reads media, whose processor workers that play don't have: set generator.plays=requests"
+            )
         if stage.lora is not None:
             require_peft()
             policy.model.check_adapter(stage.lora)
@@ -256,7 +260,7 @@ def plan_of(config: RunConfig, index: int) -> Plan:
 
 
 def _played(config: RunConfig, stage: StageConfig) -> Played | None:
-    if getattr(stage.generator, "plays", "") != "groups" or stage.source != "rollouts":
+    if not stage.played_by_workers:
         return None
     return Played(
         stage.environment.model_dump(mode="json"),

@@ -10,6 +10,7 @@ from typing import Any
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.experience import RolloutsConfig
 from ratchet.config.kinds import resolve
+from ratchet.data.renderer import Renderer
 from ratchet.errors import ConfigError, DataError, MissingDependency
 from ratchet.evals.accuracy import Evaluator
 from ratchet.evals.pairs import PairEvaluator
@@ -36,7 +37,7 @@ from ratchet.experience.tails import Cuttable, TailBatching
 from ratchet.experience.tasks import TaskStream
 from ratchet.generation import link_of
 from ratchet.generators.router import Router
-from ratchet.interfaces import Learner, Measures, OffersTools, Reward, Source
+from ratchet.interfaces import Generator, Learner, Measures, OffersTools, Reward, Source
 from ratchet.learners.columns import SCALARS
 from ratchet.links.make import Between
 from ratchet.models.lora import Adapter, size_of
@@ -44,7 +45,7 @@ from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
 from ratchet.roles import check_routers, longest_row, make_roles
 from ratchet.run import Run
-from ratchet.stage import Arena, Plan, Played, Policy
+from ratchet.stage import Arena, Plan, Policy
 from ratchet.turns import take_turns
 from ratchet.types import Sampling, Task
 
@@ -77,11 +78,12 @@ def make_run(
         policy = replace(policy, generator=generator)
     playing = _around_generator(policy, plan.rollouts)
     needed = algorithm.reads_reward
-    manager = (
-        make_manager(playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed)
-        if plan.played is None
-        else _elsewhere(policy, plan.played, max_context=readable, needs_reward=needed)
-    )
+    manager: PlaysGroups
+    if plan.played is None:
+        manager = make_manager(playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed)
+    else:
+        assert isinstance(policy.generator, Router), "the configuration lets no other play groups"
+        manager = Elsewhere(policy.generator, replace(plan.played, max_context=readable, needs_reward=needed))
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     source.ledger = ledger or source.ledger
     drawn = _scheduled(source, playing, arena, plan, last_step=first + plan.steps) if isinstance(source, Rollouts) else source
@@ -167,10 +169,24 @@ def make_manager(
 
     Raises ConfigError where the environment offers tools that nobody knows how the policy calls.
     """
+    player = player_of(policy.generator, policy.renderer, arena.agent, rollouts, max_context or policy.model.max_positions)
+    return manager_of(player, policy.renderer, arena, reward, rollouts, needs_reward=needs_reward)
+
+
+def manager_of(
+    player: Plays,
+    renderer: Renderer,
+    arena: Arena,
+    reward: Reward | None,
+    rollouts: RolloutsConfig,
+    *,
+    needs_reward: bool,
+) -> RolloutManager:
+    """As `make_manager`, for who has a player."""
     if isinstance(arena.environment, OffersTools):
-        _ = policy.renderer.tool_format
+        _ = renderer.tool_format
     return RolloutManager(
-        _player(policy, arena.agent, rollouts, max_context or policy.model.max_positions),
+        player,
         arena.copies(),
         reward,
         needs_reward=needs_reward,
@@ -179,26 +195,21 @@ def make_manager(
     )
 
 
-def _elsewhere(policy: Policy, played: Played, *, max_context: int, needs_reward: bool) -> Elsewhere:
-    assert isinstance(policy.generator, Router), "the configuration lets no other play groups"
-    if policy.renderer.processor is not None:
-        raise ConfigError("the model reads media, whose processor workers that play don't have: set generator.plays=requests")
-    return Elsewhere(policy.generator, (played, max_context, needs_reward))
-
-
-def _player(policy: Policy, agent: Agent | None, rollouts: RolloutsConfig, max_context: int) -> Plays:
+def player_of(
+    generator: Generator, renderer: Renderer, agent: Agent | None, rollouts: RolloutsConfig, max_context: int
+) -> Plays:
     limits: dict[str, Any] = {
         "max_context": max_context,
         "max_turns": rollouts.max_turns,
         "timeout_s": rollouts.attempt_timeout_s,
     }
     if agent is None:
-        return Player(policy.generator, policy.renderer, **limits)
+        return Player(generator, renderer, **limits)
     try:
         from ratchet.experience.proxy.player import AgentPlayer  # it needs a web server
     except ModuleNotFoundError as missing:
         raise MissingDependency(str(missing.name), extra="proxy", needed_for="a stage with an agent") from missing
-    return AgentPlayer(agent, policy.generator, policy.renderer, **limits)
+    return AgentPlayer(agent, generator, renderer, **limits)
 
 
 def _probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:

@@ -22,7 +22,6 @@ from ratchet.interfaces import Audits, Executor, Generator, Link, Workers
 from ratchet.kernels import cpu
 from ratchet.links.make import Between, make_link
 from ratchet.models.origin import Origin
-from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
 
 GENERATOR = "generator"  # the name of the workers that generate
@@ -41,14 +40,14 @@ def make_rank(seat: Seat, **given: Any) -> GeneratorRank:
     """What a worker's process holds. given: to `make_generator`."""
     from ratchet.links.ends import Intake  # the driver needs it where it has the generator itself
 
-    return GeneratorRank(make_generator(seat, **given)[0], Intake)
+    return GeneratorRank(make_generator(seat, **given), Intake)
 
 
 def make_generator(
     seat: Seat, *, section: Mapping[str, Any], origin: Origin, tokenizer: Tokenizer, compiled: bool = False
-) -> tuple[Generator, PolicyModel]:
-    """In this process, and the model that it was made of. section: the values of its own. Its first weights are those of the
-    origin. compiled: whether it computes with compiled kernels, as the driver does."""
+) -> Generator:
+    """The generator of this process. section: the values of its own. Its first weights are those of the origin. compiled:
+    whether it computes with compiled kernels, as the driver does."""
     prepare_process(seat.threads)
     use_kernels(compiled)
     config = resolve("generating", section)
@@ -57,7 +56,7 @@ def make_generator(
     device = "cpu" if getattr(config, "copies_weights", False) else seat.device
     model = origin.policy(device=device).requires_grad_(False)
     with environment.settings(getattr(config, "environment", {})):
-        return construct(config, model, tokenizer), model
+        return construct(config, model, tokenizer)
 
 
 def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None) -> list[Need]:
@@ -79,7 +78,7 @@ def start_generators(router: Router, section: WorkersConfig, executor: Executor,
     def start(rank: int) -> Workers:
         group = executor.group(GENERATOR, rank)
         try:
-            group.build_now(f"ratchet.{'playing' if section.plays == 'groups' else 'generation'}:make_rank", arguments)
+            group.build_now(section.held, arguments)
         except BaseException:
             group.close()
             raise

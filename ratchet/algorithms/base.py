@@ -214,12 +214,13 @@ class Algorithm:
 
     def _parts(self, batch: Batch) -> Tensor:
         """The mini-batch of each sequence: part i has the groups from floor(i * G / count) on, or attempts are dealt out in
-        turn, with all sequences of theirs."""
+        turn, each with all of its sequences."""
         count, group_S = self.minibatches, batch.group_S
         if self.minibatches_of == "groups":
             return torch.div((group_S + 1) * count - 1, max(1, batch.n_groups), rounding_mode="floor")
         begins_S = torch.ones_like(batch.train_S)
         begins_S[1:] = (group_S.diff() != 0) | (batch.attempt_S.diff() != 0)
+        begins_S &= ~batch.baseline_S  # which goes with the attempt before it: it trains nothing
         return (begins_S.cumsum(0) - 1) % count
 
     def weigh(self, mini: Batch, state: AlgoState) -> Batch:

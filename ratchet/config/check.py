@@ -120,8 +120,10 @@ def _replay(stage: StageConfig) -> str:
 
 def _updates(stage: StageConfig) -> str:
     per_batch = stage.minibatches * stage.epochs
-    low, extra = divmod(stage.batch_size, stage.minibatches)
-    size = f"{low} to {low + 1} groups" if extra else _count(low, "group")
+    whole = getattr(stage.algorithm, "minibatches_of", "groups") == "groups"
+    count, what = (stage.batch_size, "group") if whole else (stage.batch_size * stage.attempts, "attempt")
+    low, extra = divmod(count, stage.minibatches)
+    size = f"{low} to {low + 1} {what}s" if extra else _count(low, what)
     return (
         f"{_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, {_count(stage.epochs, 'epoch')}), "
         f"{_count(stage.optimizer_steps, 'optimizer step')} in all, {stage.optimizer.warmup_steps} of them warm-up"

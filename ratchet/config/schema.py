@@ -257,6 +257,11 @@ class StageConfig(Section):
         return getattr(self.algorithm, "source", None)
 
     @property
+    def played_by_workers(self) -> bool:
+        """Whether the generator's workers play its groups."""
+        return getattr(self.generator, "plays", "") == "groups" and self.source in ("rollouts", None)
+
+    @property
     def attempts(self) -> int:
         """Trajectories a group."""
         return int(getattr(self.algorithm, "group_size", 1))

@@ -41,10 +41,13 @@ def _one_generator(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    if stage.batch_size < stage.minibatches:
+    most, what = stage.batch_size, "groups"
+    if getattr(stage.algorithm, "minibatches_of", "groups") == "attempts":
+        most, what = stage.batch_size * stage.attempts, f"groups of {stage.attempts} attempts"
+    if most < stage.minibatches:
         yield clash(
-            f"batch_size={stage.batch_size} groups can't be split into algorithm.minibatches={stage.minibatches}: "
-            f"set algorithm.minibatches to {stage.batch_size} or less",
+            f"batch_size={stage.batch_size} {what} can't be split into algorithm.minibatches={stage.minibatches}: "
+            f"set algorithm.minibatches to {most} or less",
             "algorithm.minibatches",
             "batch_size",
         )
@@ -290,7 +293,7 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """What groups that are played in the generator's workers can't be."""
-    if getattr(stage.generator, "plays", "") != "groups" or stage.source != "rollouts":
+    if not stage.played_by_workers:
         return
     rollouts = stage.rollouts
     keys = {

@@ -5,17 +5,23 @@ workers, and what comes back are groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from ratchet.experience.shipping import Shipped
 from ratchet.observe.waits import GENERATE, waiting
 from ratchet.types import Group, Sampling, Task
 
+LONGEST_S = 7 * 86_400.0  # of a step's attempts, where they have no deadlines of their own (`rollouts.attempt_timeout_s`)
+CLOSE_S = 60.0
+
 
 class Players(Protocol):
     """Workers, each with a generator that has the current weights."""
 
-    async def ask_each(self, method: str, arguments_by_worker: Sequence[Sequence[Any]]) -> list[Any]: ...
+    async def ask_each(
+        self, method: str, arguments_by_worker: Sequence[Sequence[Any]], *, timeout_s: float | None = None
+    ) -> list[Any]: ...
 
     @property
     def size(self) -> int: ...
@@ -23,9 +29,9 @@ class Players(Protocol):
 
 class Elsewhere:
     """Implements `PlaysGroups` on workers whose components are `ratchet.playing.GroupRank`s. stage: what they need to know of
-    this one's, in the words of `GroupRank.begin`."""
+    this one, which is theirs to read."""
 
-    def __init__(self, players: Players, stage: Sequence[Any]) -> None:
+    def __init__(self, players: Players, stage: object) -> None:
         self.players, self.stage = players, stage
         self.playing = 0
         self._begun = False
@@ -50,14 +56,18 @@ class Elsewhere:
         try:
             with waiting("groups", GENERATE, "workers", None):
                 if not self._begun:
-                    await self.players.ask_each("begin", [self.stage] * size)
+                    await self.players.ask_each("begin", [(self.stage,)] * size)
                     self._begun = True
                 asked = [(share, sampling, attempts, greedy) for share in shares]
-                answers: list[Shipped] = await self.players.ask_each("play", asked)
+                answers: list[Shipped] = await self.players.ask_each("play", asked, timeout_s=LONGEST_S)
         finally:
             self.playing -= len(jobs)
         parts = [list(own.groups([task for _, task in share])) for own, share in zip(answers, shares, strict=True)]
         return [parts[i % size][i // size] for i in range(len(jobs))]
 
     async def close(self) -> None:
-        """Environments are closed with the workers, or when the next stage begins."""
+        """The stage's environments. Workers that were lost have none."""
+        if self._begun:
+            self._begun = False
+            with suppress(Exception):
+                await self.players.ask_each("leave", [()] * self.players.size, timeout_s=CLOSE_S)

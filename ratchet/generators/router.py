@@ -27,7 +27,6 @@ from ratchet.types import Completion, Placed, Sampling
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.05  # of an exchange in which nothing ends: as long may a new request wait until it is begun
-LONGEST_S = 7 * 86_400.0  # of a step's attempts: their own deadlines, and the workers' silence, end what hangs
 TOGETHER = 64  # attempts at one prompt that go to one worker; of more, others take their share
 
 
@@ -288,10 +287,20 @@ class Router:
             raise
         return answer
 
-    async def ask_each(self, method: str, arguments_by_worker: Sequence[Sequence[Any]]) -> list[Any]:
-        """Each with arguments of its own, for as long as it takes."""
-        pairs = zip(self.stations, arguments_by_worker, strict=True)
-        return await asyncio.gather(*(self.ask(own, method, *given, timeout_s=LONGEST_S) for own, given in pairs))
+    async def ask_each(
+        self, method: str, arguments_by_worker: Sequence[Sequence[Any]], *, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Each with arguments of its own. Where one raises, or nobody waits any more, all are given up: others may be busy with
+        theirs for long, and whoever asked them something else would wait for that."""
+        pairs = list(zip(self.stations, arguments_by_worker, strict=True))
+        try:
+            return await asyncio.gather(*(self.ask(own, method, *given, timeout_s=timeout_s) for own, given in pairs))
+        except BaseException as error:
+            over = error if isinstance(error, Exception) else WorkerError(f"'{method}' was given up")
+            for station, _ in pairs:
+                if station.group is not None:
+                    self.lost(station, station.group, over)
+            raise
 
     @property
     def size(self) -> int:

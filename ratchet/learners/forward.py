@@ -126,7 +126,7 @@ class Forward:
         """[T, d]. needs: what they are read for; for predictions alone, states that predict nothing may be left out."""
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
-        read_T = self._predicting(micro) if SCALARS.isdisjoint(needs) else None
+        read_T = _predicting(micro) if SCALARS.isdisjoint(needs) else None
         given = [micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro, watch)]
         if any(micro.media_S):
             if not self.model.reads_media:
@@ -134,10 +134,6 @@ class Forward:
             given.append(micro.media_S)
         with self._precision():
             return self.model(*given, read_T=read_T)
-
-    def _predicting(self, micro: Batch) -> Tensor:
-        """The tokens before those that are predicted: bool [T]."""
-        return F.pad(micro.predicted_T[1:], (0, 1))
 
     def routing(self, micro: Batch, watch: Watch | None = None) -> Routing | None:
         """What the forward of a micro-batch has to do with routers."""
@@ -177,6 +173,11 @@ class Forward:
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+
+def _predicting(micro: Batch) -> Tensor:
+    """The tokens before those that are predicted: bool [T]."""
+    return F.pad(micro.predicted_T[1:], (0, 1))
 
 
 def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:

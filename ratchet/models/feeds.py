@@ -18,6 +18,7 @@ from ratchet.models.decoder import Attend
 from ratchet.models.prefixes import PrefixTree, path_keys
 from ratchet.models.routing import Routing
 
+STRIDE = 8  # tokens: attention of 31 takes a CPU longer than of 32, so that to leave the last one out would cost
 WORTH = 0.9  # beginnings are shared, and states left out, where at most this part of them is left: either costs a little too
 
 
@@ -94,17 +95,20 @@ def reading_feed(tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], 
     read_U[back_T[read_T]] = True
     index_U = read_U.nonzero()[:, 0]
     if len(index_U) > WORTH * len(read_U):
-        return replace(feed, back_T=back_T)
+        return feed if kept_T.all() else replace(feed, back_T=back_T)
     return replace(feed, back_T=(read_U.cumsum(0) - 1).clamp_(min=0)[back_T], read_U=index_U)
 
 
 def _begun(lengths: Sequence[int], read_T: Tensor) -> tuple[Tensor, list[int]]:
-    """(whether each token lies before the end of what is read of its sequence, bool [T]; how many do of each: at least one)"""
-    lengths_S = np.asarray(lengths, dtype=np.int64)
+    """(whether each token lies before the end of what is read of its sequence, or a little behind it, bool [T]; how many of
+    each sequence do: at least one)"""
+    lengths_S, read, places_T = np.asarray(lengths, dtype=np.int64), read_T.cpu().numpy(), np.arange(len(read_T))
     starts_S = np.cumsum(lengths_S) - lengths_S
-    places_T = np.arange(1, len(read_T) + 1)
-    ends_S = np.maximum(np.maximum.reduceat(np.where(read_T.cpu().numpy(), places_T, 0), starts_S), starts_S + 1)
-    return torch.from_numpy(places_T <= np.repeat(ends_S, lengths_S)), (ends_S - starts_S).tolist()
+    first_S = np.minimum.reduceat(np.where(read, places_T, len(read)), starts_S)
+    last_S = np.maximum.reduceat(np.where(read, places_T, -1), starts_S)
+    answers_S = -(-(last_S - first_S) // STRIDE) * STRIDE  # what follows the first
+    ends_S = np.where(last_S < 0, starts_S + 1, np.minimum(first_S + 1 + answers_S, starts_S + lengths_S))
+    return torch.from_numpy(places_T < np.repeat(ends_S, lengths_S)), (ends_S - starts_S).tolist()
 
 
 def _shared(tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None) -> Feed:

@@ -95,7 +95,7 @@ def _by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _token_row(token: TokenPull, group: Group, tokenizer: Tokenizer, influence: Influence) -> dict[str, Any]:
-    row = [row for row in group.trajectories if row.counts][token.row]
+    row = [row for row in group.trajectories if row.counts and row.attempt == token.attempt][token.strand]
     before = row.tokens[max(0, token.position - CONTEXT) : token.position].tolist()
     return {
         "group": token.group,

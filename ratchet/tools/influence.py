@@ -32,11 +32,12 @@ class GroupShare:
 
 @dataclass(frozen=True)
 class TokenPull:
-    """position: in its trajectory, which is number `row` of those in the group that count. loss: its summand, of terms that are
-    sums over tokens. pull: -d loss / d logprob: above 0 the step makes the token likelier."""
+    """position: in its trajectory, which is number `strand` of those of its attempt that count. loss: its summand, of terms
+    that are sums over tokens. pull: -d loss / d logprob: above 0 the step makes the token likelier."""
 
     group: str
-    row: int
+    attempt: int
+    strand: int
     position: int
     token: int
     loss: float
@@ -128,14 +129,14 @@ def _summands(term: Any, out: Any, micro: Batch) -> Tensor:
 
 def strongest(mini: Batch, loss_T: Tensor, pull_T: Tensor, most: int) -> list[TokenPull]:
     order = torch.argsort(pull_T.abs(), descending=True, stable=True)[:most].tolist()
-    sequence_T, starts_S, group_S = mini.sequence_T, mini.starts_S, mini.group_S.tolist()
+    sequence_T, starts_S = mini.sequence_T, mini.starts_S
+    units = list(zip(mini.group_S.tolist(), mini.attempt_S.tolist(), strict=True))
     found = []
     for t in order:
         if pull_T[t] == 0:
             break
         s = int(sequence_T[t])
-        row = s - group_S.index(group_S[s])
-        name = mini.group_ids[group_S[s]]
-        token = int(mini.tokens_T[t])
-        found.append(TokenPull(name, row, t - int(starts_S[s]), token, float(loss_T[t]), float(pull_T[t])))
+        group, attempt = units[s]
+        place = mini.group_ids[group], attempt, s - units.index(units[s]), t - int(starts_S[s])
+        found.append(TokenPull(*place, int(mini.tokens_T[t]), float(loss_T[t]), float(pull_T[t])))
     return found

@@ -178,8 +178,20 @@ def test_minibatches_divide_a_batch_evenly(of: str, rows: list[Row], count: int)
     unit_S = [(g, a if of == "attempts" else 0) for g, a in zip(batch.group_S.tolist(), batch.attempt_S.tolist(), strict=True)]
     units = [list(dict.fromkeys(unit_S[row] for row in rows)) for rows in found]
     assert sorted(itertools.chain(*units)) == sorted(set(unit_S)), "a group or an attempt lies in two mini-batches"
+    if of == "attempts":
+        trains = {unit for unit, alone in zip(unit_S, batch.baseline_S.tolist(), strict=True) if not alone}
+        units = [[unit for unit in part if unit in trains] for part in units]
     sizes = [units] if of == "groups" else [[[u for u in part if u[0] == g] for part in units] for g in range(batch.n_groups)]
     assert all(max(map(len, size)) - min(map(len, size)) <= 1 for size in sizes)
+
+
+def test_a_baseline_goes_with_an_attempt():
+    """ReMax: one attempt a prompt and a greedy one; each optimizer step has attempts that train."""
+    rows = [replace(TWO[0], group=g, attempt=a, use=use) for g in "abcd" for a, use in ((0, "train"), (1, "baseline"))]
+    algo = construct(resolve("algorithm", {"kind": "remax", "minibatches": 2, "minibatches_of": "attempts"}))
+    assert [(mini.train_S.sum().item(), mini.baseline_S.sum().item()) for mini in algo.split(pack(groups(rows)))] == [
+        (2, 2)
+    ] * 2
 
 
 def test_attempts_are_kept_together_where_the_loss_compares_them():

@@ -115,11 +115,11 @@ def test_what_nobody_reads_is_left_out_and_changes_nothing(config: DecoderConfig
 
 
 def test_the_last_layer_computes_what_is_read(monkeypatch: pytest.MonkeyPatch):
-    """Of a prompt of five tokens and two answers of three: what predicts the answers."""
+    """Of a prompt of five tokens and two answers of nine: what predicts the answers, and nothing of their last tokens."""
     net = DecoderPolicy(Decoder(CONFIG).init_weights(0))
     computed = []
     for block in net.decoder.layers.values():
         block.mlp.register_forward_hook(lambda _, given, out: computed.append(len(out)))
-    read = torch.tensor([False] * 4 + [True] * 3 + [False]).repeat(2)
-    net.hidden(*laid([[1, 2, 3, 4, 5, 6, 0, 1], [1, 2, 3, 4, 5, 2, 1, 6]]), read_T=read)
-    assert computed == [5 + 2 * 2] * (CONFIG.n_layers - 1) + [1 + 2 * 2]
+    read = torch.tensor([False] * 4 + [True] * 9 + [False]).repeat(2)
+    net.hidden(*laid([[1, 2, 3, 4, 5, *[0] * 9], [1, 2, 3, 4, 5, *[6] * 9]]), read_T=read)
+    assert computed == [5 + 2 * 8] * (CONFIG.n_layers - 1) + [1 + 2 * 8]

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from ratchet.assemble import build_policy, build_run, start_processes
+from ratchet.assemble import build_policy, build_run, check_stages, start_processes
 from ratchet.config.kinds import resolve
 from ratchet.config.schema import RunConfig
 from ratchet.config.validate import conflicts
@@ -134,12 +134,12 @@ def test_what_can_not_be_played_elsewhere_is_refused():
         config(generator={**groups, "recovery": "restart"})
 
 
-def test_media_need_a_processor_here(tmp_path):
+def test_media_need_a_processor_here():
     settings = config(generator={**WORKERS, "plays": "groups"})
     policy = build_policy(settings)
     policy.renderer.processor = object()
     with pytest.raises(ConfigError, match=r"set generator\.plays=requests"):
-        build_run(settings, 1, policy, directory=tmp_path)
+        check_stages(settings, policy)
 
 
 def test_a_model_of_transformers(executor, tmp_path):

@@ -6,9 +6,14 @@ import json
 import pytest
 import torch
 import yaml
+from oracles.cases import groups
+from oracles.ragged import Row
 
+from ratchet.config.kinds import construct, resolve
+from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 from ratchet.tools.explain import explain_step, explained, influences
+from ratchet.tools.influence import strongest
 from ratchet.tools.replaying import Replay
 from ratchet.tools.train import start_run
 
@@ -122,3 +127,13 @@ def test_the_command_says_it_in_tables_or_json(run, capsys):
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], len(told["groups"]), len(told["tokens"])) == (GRPO, 6, 2)
     assert torch.isfinite(torch.tensor([row["direction"] for row in told["groups"]])).all()
+
+
+def test_a_token_is_found_in_its_attempt_wherever_its_mini_batch_has_it():
+    """In the second of two mini-batches of attempts, whose first row is the group's second."""
+    zeros = [0.0, 0.0, 0.0]
+    rows = [Row("a", i, [0, 1, 2], [False, True, True], reward=1.0, logprobs=zeros, rollout_logprobs=zeros) for i in range(4)]
+    algorithm = construct(resolve("algorithm", {"kind": "grpo", "minibatches": 2, "minibatches_of": "attempts"}))
+    _, second = algorithm.split(pack(groups(rows)))
+    found = strongest(second, torch.zeros(6), torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0, 0.5]), 3)
+    assert [(pull.attempt, pull.strand, pull.position) for pull in found] == [(3, 0, 1), (1, 0, 2), (1, 0, 1)]
