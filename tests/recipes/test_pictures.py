@@ -86,9 +86,9 @@ def shown(monkeypatch):
     """By model: keys of the media that its learner's forwards were given."""
     keys, hidden = defaultdict(set), VisionPolicy.hidden
 
-    def watched(self, tokens_T, positions_T, lengths, routing=None, media=()):
+    def watched(self, tokens_T, positions_T, lengths, routing=None, media=(), **asked):
         keys[self] |= {one.medium.key for placed in media for one in placed if one.medium.source}  # probes have none
-        return hidden(self, tokens_T, positions_T, lengths, routing, media)
+        return hidden(self, tokens_T, positions_T, lengths, routing, media, **asked)
 
     monkeypatch.setattr(VisionPolicy, "hidden", watched)
     return keys
