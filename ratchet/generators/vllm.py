@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,15 +76,10 @@ class VLLMGeneration(Front):
             if model.reads_media:
                 self._prepare_media(tokenizer, start)
                 arguments |= arguments_of_media()
-            core = CORES[config.engine](arguments)
+            core = CORES[config.engine](arguments, partial(_take_away, start, weights_alone=model.reads_media))
         except BaseException:
             rmtree(self._directory, ignore_errors=True)
             raise
-        if model.reads_media:  # vLLM reads the files of what prepares media later
-            for path in start.glob("*.safetensors"):
-                path.unlink()
-        else:
-            rmtree(start)
         vocab_size = model.vocab_size
         self._shapes = shapes
         super().__init__(
@@ -311,6 +307,15 @@ def misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool) -> str
         n_layers=text["num_hidden_layers"],
         on_cpu=on_cpu,
     )
+
+
+def _take_away(start: Path, *, weights_alone: bool) -> None:
+    """What vLLM has read. weights_alone: the files of what prepares media are read later."""
+    if weights_alone:
+        for path in start.glob("*.safetensors"):
+            path.unlink()
+    else:
+        rmtree(start)
 
 
 def _directory(config: VLLMConfig, size: int) -> Path:

@@ -153,14 +153,16 @@ def _as_it_was() -> Iterator[None]:
 
 
 class Stepped:
-    """`LLMEngine` without processes. Its coroutines never wait, so nothing happens between the parts of a push."""
+    """`LLMEngine` without processes. Its coroutines never wait, so nothing happens between the parts of a push. has_read:
+    called once it reads the model's files no more."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
         with _as_it_was():
             config = import_module("vllm.engine.arg_utils").EngineArgs(**arguments).create_engine_config()
             executor = import_module("vllm.v1.executor.abstract").Executor.get_class(config)
             engine = import_module("vllm.v1.engine.llm_engine").LLMEngine
             self.llm: Any = engine(config, executor, log_stats=False, multiprocess_mode=False)
+        has_read()
         self.version, self.loras = 0, Loras()
         self._answers: dict[str, Answer] = {}
         self._ids = map(str, itertools.count())
@@ -254,11 +256,12 @@ class Stepped:
 
 class Apart:
     """`AsyncLLM`: the engine and its workers step by themselves, so this core is never busy. It stamps tokens with the version
-    that vLLM's engine had when it made them."""
+    that vLLM's engine had when it made them. has_read: called once it reads the model's files no more: when it has answered
+    something, as one that has said it is ready still reads them."""
 
     busy = False
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
         before = set(multiprocessing.active_children())
         try:
             arguments_of = import_module("vllm.engine.arg_utils").AsyncEngineArgs
@@ -272,6 +275,7 @@ class Apart:
         self._requests: dict[str, Request] = {}
         self._aborting: asyncio.Task[None] | None = None
         self._guarded = False
+        self._has_read: Callable[[], None] | None = has_read
         self._ids = map(str, itertools.count())
 
     def add(self, request: Request) -> None:
@@ -337,7 +341,11 @@ class Apart:
         return []
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        return await self.llm.collective_rpc(method, args=arguments)
+        answers = await self.llm.collective_rpc(method, args=arguments)
+        if self._has_read is not None:
+            self._has_read()
+            self._has_read = None
+        return answers
 
     async def halt(self, *, forget: bool) -> None:
         await self.llm.pause_generation(mode="keep", clear_cache=forget)  # what encoders gave of images with the rest
@@ -379,4 +387,4 @@ def _version_of(label: str) -> int:
     return 0 if label == UNNAMED else int(label)
 
 
-CORES: dict[str, Callable[[dict[str, Any]], VLLMCore]] = {"sync": Stepped, "async": Apart}
+CORES: dict[str, Callable[[dict[str, Any], Callable[[], None]], VLLMCore]] = {"sync": Stepped, "async": Apart}

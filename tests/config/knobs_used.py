@@ -153,7 +153,7 @@ def by_vllm() -> None:
         platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
         patch.setattr(vllm, "find_spec", lambda name: True)
         patch.setattr(vllm, "import_module", lambda name: platforms)
-        patch.setattr(vllm, "CORES", dict.fromkeys(("async", "sync"), lambda arguments: SimpleNamespace(close=lambda: None)))
+        patch.setattr(vllm, "CORES", dict.fromkeys(("async", "sync"), lambda *arguments: SimpleNamespace(close=lambda: None)))
         asyncio.run(VLLMGeneration(config, policy).close())
 
 

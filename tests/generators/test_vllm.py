@@ -334,10 +334,11 @@ def generation(monkeypatch, decoder):
     """The generator on a fake of vLLM."""
 
     def make(core):
-        def of(arguments):
+        def of(arguments, has_read):
             made = object.__new__(core)
             made.llm, made.version, made._running, made._requests = FakeLLM(), 0, {}, {}
             made._ids, made._guarded, made.loras = map(str, range(1000)), True, Loras()
+            made._has_read = has_read
             made.close = lambda: None
             return made
 

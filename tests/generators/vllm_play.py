@@ -130,7 +130,10 @@ async def conforms(engine):
     model = policy()
     sampling = Sampling(max_new_tokens=24, seed=3)
     async with started(model, engine) as generator:
+        start = generator._directory / "start"
+        assert start.exists() == (engine == "async")  # processes that say they are ready still read it
         await check_generator(generator, PROMPTS)
+        assert not start.exists()
 
         first = await generator.generate([1, 2, 3], sampling)
         assert first.stop is StopReason.LENGTH
