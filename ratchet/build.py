@@ -83,7 +83,7 @@ def make_run(
         manager = make_manager(playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed)
     else:
         assert isinstance(policy.generator, Router), "the configuration lets no other play groups"
-        manager = Elsewhere(policy.generator, replace(plan.played, max_context=readable, needs_reward=needed))
+        manager = Elsewhere(policy.generator, (plan.played, readable, needed))
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     source.ledger = ledger or source.ledger
     drawn = _scheduled(source, playing, arena, plan, last_step=first + plan.steps) if isinstance(source, Rollouts) else source

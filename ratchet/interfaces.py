@@ -4,7 +4,7 @@ conformance suite in `ratchet.testing`. Methods are async wherever an implementa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -75,6 +75,11 @@ class LossTerm(Protocol):
     def __call__(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """(sum over the micro-batch of weight * x, metrics weighted alike and detached)"""
         ...
+
+
+def needed(terms: Iterable[LossTerm]) -> frozenset[str]:
+    """What any of them reads."""
+    return frozenset[str]().union(*(term.needs for term in terms))
 
 
 @runtime_checkable

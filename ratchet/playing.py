@@ -28,14 +28,14 @@ class GroupRank(GeneratorRank):
         self.tokenizer = tokenizer
         self.manager: RolloutManager | None = None
 
-    async def begin(self, stage: Played) -> None:
-        """What is played from now on."""
+    async def begin(self, stage: Played, max_context: int, needs_reward: bool) -> None:
+        """What is played from now on. max_context, needs_reward: see `ratchet.build.make_manager`."""
         await self.leave()
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
         rewards = [resolve("rewards", section) for section in stage.rewards]
         arena = Arena(construct(resolve("environment", stage.environment)), reward=build_reward(rewards))
-        player = player_of(self.generator, renderer, None, stage.rollouts, stage.max_context)
-        self.manager = manager_of(player, renderer, arena, arena.reward, stage.rollouts, needs_reward=stage.needs_reward)
+        player = player_of(self.generator, renderer, None, stage.rollouts, max_context)
+        self.manager = manager_of(player, renderer, arena, arena.reward, stage.rollouts, needs_reward=needs_reward)
 
     async def play(self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool) -> Shipped:
         assert self.manager is not None, "a stage begins first"

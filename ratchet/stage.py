@@ -111,15 +111,13 @@ class Arena:
 @dataclass(frozen=True)
 class Played:
     """What workers need to play a stage's groups themselves: the values of its environment's section and of its rewards', its
-    rollouts, and how messages become tokens (see `Policy.of`). max_context, needs_reward: see `ratchet.build.make_manager`."""
+    rollouts, and how messages become tokens (see `Policy.of`)."""
 
     environment: Mapping[str, Any]
     rewards: Sequence[Mapping[str, Any]]
     rollouts: RolloutsConfig
     template: str | None = None
     tool_format: str = "auto"
-    max_context: int = 0
-    needs_reward: bool = True
 
 
 @dataclass(frozen=True)

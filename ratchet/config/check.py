@@ -58,6 +58,7 @@ def _workers(config: RunConfig) -> str:
     each = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     lost = f"at most {_count(generator.max_restarts, 'restart')}" if generator.recovery == "restart" else "no restarts"
     held = f"{_kind(generator.of)}{f' ({each})' if each else ''}"
+    held += ", which play whole groups" if generator.plays == "groups" else ""
     return f"{_count(generator.workers, 'worker')} of {held}, {lost}, cluster {_kind(config.cluster)}"
 
 

@@ -14,7 +14,7 @@ from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.data.packing import pack
 from ratchet.experience.manager import RolloutManager
 from ratchet.experience.sources import StreamSource
-from ratchet.interfaces import Learner, Outputs
+from ratchet.interfaces import Learner, Outputs, needed
 from ratchet.types import Task
 
 
@@ -47,7 +47,7 @@ class ScoreEvaluator:
         groups = await self.source.make([(f"eval/{task.id}", task) for task in self.tasks], version=0)
         batch = self.algorithm.weigh(pack(groups), AlgoState())
         terms = self.algorithm.losses["policy"]
-        needs = frozenset[str]().union(*(term.needs for term in terms))
+        needs = needed(terms)
         found = await self.learner.score(batch, sorted(needs))
         columns = {name: column.double() for name, column in found.items()}
         out = Outputs(sequence_sum=batch.sequence_sum, **columns)

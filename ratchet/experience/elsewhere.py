@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from ratchet.errors import WorkerError
 from ratchet.experience.shipping import Shipped
 from ratchet.observe.waits import GENERATE, waiting
 from ratchet.types import Group, Sampling, Task
@@ -23,15 +24,16 @@ class Players(Protocol):
         self, method: str, arguments_by_worker: Sequence[Sequence[Any]], *, timeout_s: float | None = None
     ) -> list[Any]: ...
 
+    def give_up(self, error: Exception) -> None: ...
+
     @property
     def size(self) -> int: ...
 
 
 class Elsewhere:
-    """Implements `PlaysGroups` on workers whose components are `ratchet.playing.GroupRank`s. stage: what they need to know of
-    this one, which is theirs to read."""
+    """Implements `PlaysGroups` on workers whose components are `ratchet.playing.GroupRank`s. stage: what `begin` gets there."""
 
-    def __init__(self, players: Players, stage: object) -> None:
+    def __init__(self, players: Players, stage: Sequence[Any]) -> None:
         self.players, self.stage = players, stage
         self.playing = 0
         self._begun = False
@@ -56,10 +58,13 @@ class Elsewhere:
         try:
             with waiting("groups", GENERATE, "workers", None):
                 if not self._begun:
-                    await self.players.ask_each("begin", [(self.stage,)] * size)
+                    await self.players.ask_each("begin", [self.stage] * size)
                     self._begun = True
                 asked = [(share, sampling, attempts, greedy) for share in shares]
                 answers: list[Shipped] = await self.players.ask_each("play", asked, timeout_s=LONGEST_S)
+        except BaseException as error:
+            self.players.give_up(error if isinstance(error, Exception) else WorkerError("a step's groups were given up"))
+            raise
         finally:
             self.playing -= len(jobs)
         parts = [list(own.groups([task for _, task in share])) for own, share in zip(answers, shares, strict=True)]

@@ -19,7 +19,7 @@ from ratchet.types import Group, Task, Trajectory, Turn
 
 COLUMNS = ("tokens", "owner", "trainable", "rollout_logprobs", "versions", "log_kept_mass", "routes")
 FIELDS = tuple(each.name for each in fields(Trajectory))
-TURN = attrgetter(*(each.name for each in fields(Turn)))  # a tuple is sent in a third of the time
+TURN = attrgetter(*(each.name for each in fields(Turn)))  # plain tuples are quicker to send
 
 
 @dataclass(frozen=True, slots=True)

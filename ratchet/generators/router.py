@@ -290,17 +290,15 @@ class Router:
     async def ask_each(
         self, method: str, arguments_by_worker: Sequence[Sequence[Any]], *, timeout_s: float | None = None
     ) -> list[Any]:
-        """Each with arguments of its own. Where one raises, or nobody waits any more, all are given up: others may be busy with
-        theirs for long, and whoever asked them something else would wait for that."""
-        pairs = list(zip(self.stations, arguments_by_worker, strict=True))
-        try:
-            return await asyncio.gather(*(self.ask(own, method, *given, timeout_s=timeout_s) for own, given in pairs))
-        except BaseException as error:
-            over = error if isinstance(error, Exception) else WorkerError(f"'{method}' was given up")
-            for station, _ in pairs:
-                if station.group is not None:
-                    self.lost(station, station.group, over)
-            raise
+        """Each with arguments of its own. Raises what the first raised, while others may go on: see `give_up`."""
+        pairs = zip(self.stations, arguments_by_worker, strict=True)
+        return await asyncio.gather(*(self.ask(own, method, *given, timeout_s=timeout_s) for own, given in pairs))
+
+    def give_up(self, error: Exception) -> None:
+        """All workers are lost: whoever asks them is told so at once, and waits for nothing they are at."""
+        for station in self.stations:
+            if station.group is not None:
+                self.lost(station, station.group, error)
 
     @property
     def size(self) -> int:

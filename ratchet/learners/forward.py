@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ratchet.batch import ROUTES, Batch
 from ratchet.errors import ModelError
-from ratchet.interfaces import LossTerm, Outputs
+from ratchet.interfaces import LossTerm, Outputs, needed
 from ratchet.learners.columns import SCALARS, Head, Wanted, sequence_scores, state_values, token_columns
 from ratchet.models.heads import ScalarHead
 from ratchet.models.low_rank import dropping
@@ -72,8 +72,7 @@ class Forward:
         seed: of what an adapter drops."""
         micro, watch = micro.to(self.device, self.dtype), self.watch(terms)
         with dropping(self.model, seed):
-            needs = frozenset[str]().union(*(term.needs for term in terms))
-            total, found = self.losses(micro, self.hidden(micro, watch, needs), terms, watch)
+            total, found = self.losses(micro, self.hidden(micro, watch, needed(terms)), terms, watch)
             total.backward()
         return found
 
@@ -86,7 +85,7 @@ class Forward:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what to differentiate, numbers as `learn` gives them). micro: on the device, in the dtype of losses. watch: of the
         forward that made the hidden states."""
-        needs = frozenset[str]().union(*(term.needs for term in terms))
+        needs = needed(terms)
         # A term of coefficient 0 is only measured: what nothing else needs gets no gradient.
         learned = frozenset[str]().union(*(term.needs for term in terms if micro.weights[term.name].coef))
         out = self.outputs(micro, hidden_Td, needs, measured=needs - learned)

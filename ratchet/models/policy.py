@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,17 +118,9 @@ class PolicyModel(nn.Module, ABC):
         and a model need not compute it.
         """
 
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        lengths: Sequence[int],
-        routing: Routing | None = None,
-        *,
-        read_T: Tensor | None = None,
-    ) -> Tensor:
-        """As `hidden`, by a call that hooks of torch see: FSDP fetches weights before it."""
-        return self.hidden(tokens_T, positions_T, lengths, routing, read_T=read_T)
+    def forward(self, *given: Any, **options: Any) -> Tensor:
+        """`hidden`, by a call that hooks of torch see: FSDP fetches weights before it."""
+        return self.hidden(*given, **options)
 
     @abstractmethod
     def logits(self, hidden_nd: Tensor) -> Tensor:

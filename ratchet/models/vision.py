@@ -182,18 +182,6 @@ class VisionPolicy(TransformersPolicy):
         alone = [self._forward(tokens, positions, [len(tokens)], [own]) for tokens, positions, own in rows]
         return self._anchored(torch.cat(alone))
 
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        lengths: Sequence[int],
-        routing: Routing | None = None,
-        media: Media = (),
-        *,
-        read_T: Tensor | None = None,
-    ) -> Tensor:
-        return self.hidden(tokens_T, positions_T, lengths, routing, media, read_T=read_T)
-
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Of text alone."""
         return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])

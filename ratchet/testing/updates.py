@@ -17,7 +17,7 @@ from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.passes import fill
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
-from ratchet.interfaces import OF_SEQUENCES, Learner, Outputs
+from ratchet.interfaces import OF_SEQUENCES, Learner, Outputs, needed
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import VOCAB, TinyRole
 from ratchet.types import Group
@@ -61,10 +61,7 @@ class Update:
     @cached_property
     def columns(self) -> Mapping[str, Mapping[str, Tensor]]:
         """What each role's terms read of its model."""
-        return {
-            role: self.models[role].outputs(self.batch, frozenset[str]().union(*(term.needs for term in terms)))
-            for role, terms in self.algorithm.losses.items()
-        }
+        return {role: self.models[role].outputs(self.batch, needed(terms)) for role, terms in self.algorithm.losses.items()}
 
     def with_columns(self, **columns: Tensor) -> Update:
         """With other token columns, and the same weights."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ratchet.batch import Batch
-from ratchet.interfaces import LossTerm
+from ratchet.interfaces import LossTerm, needed
 from ratchet.learners.around import Around
 from ratchet.learners.local import LocalLearner
 from ratchet.learners.plan import weighing_rows
@@ -99,7 +99,7 @@ def token_pulls(learner: LocalLearner, part: Batch, terms: Sequence[LossTerm]) -
     """(loss, pull) of each token of a part of a mini-batch, [T] both; pulls are 0 of terms that don't read logprobs."""
     hand = learner.hands[0]
     micro, watch = part.to(hand.device, hand.dtype), hand.watch(terms)
-    needs = frozenset[str]().union(*(term.needs for term in terms))
+    needs = needed(terms)
     with torch.no_grad():
         out = hand.outputs(micro, hand.hidden(micro, watch), needs)
         if watch is not None:

@@ -9,7 +9,8 @@ from generators.workers_play import PROMPTS, Holder, columns, config, drawn, eng
 from pydantic import ValidationError
 
 from ratchet.config.kinds import resolve
-from ratchet.errors import DataError, LinkError, WorkerDied, WorkerRaised
+from ratchet.errors import DataError, LinkError, RatchetError, WorkerDied, WorkerRaised
+from ratchet.experience.elsewhere import Elsewhere
 from ratchet.generation import SteadyLink
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.exchange import Answered
@@ -18,9 +19,10 @@ from ratchet.interfaces import Generator, Placeable, ShowsWeights
 from ratchet.links.ends import OneRank, Outlet
 from ratchet.links.shared_memory import SharedMemoryLink
 from ratchet.testing.conformance import check_generator
-from ratchet.types import Completion, Sampling, StopReason
+from ratchet.types import Completion, Message, Sampling, StopReason, Task
 
 LONG = Sampling(max_new_tokens=150, seed=1)
+TASK = Task("task", (Message("user", "1"),))
 
 
 def test_it_is_a_generator():
@@ -139,6 +141,38 @@ def test_the_first_death_ends_it_without_recovery():
     with pytest.raises(WorkerDied, match="generator rank 0 died"):
         drawn(router, requests(1))
     assert len(workers) == 2
+
+
+@pytest.mark.parametrize("error", [DataError("its tokens can't be read"), asyncio.CancelledError()], ids=repr)
+def test_workers_that_play_are_given_up_together(error):
+    """One raises, or nobody waits any more, while the other is busy for ever: what it is asked next is refused at once."""
+    router, workers = router_here(2)
+    busy = asyncio.Event()
+
+    async def raises(*share):
+        await busy.wait()
+        raise error
+
+    async def never_ends(*share):
+        busy.set()
+        await asyncio.Event().wait()
+
+    async def play():
+        for worker, plays in zip(workers, (raises, never_ends), strict=True):
+            worker.component.begin, worker.component.play = no_answer, plays
+        elsewhere = Elsewhere(router, ())
+        with pytest.raises(type(error)):
+            await elsewhere.groups([("a", TASK), ("b", TASK)], Sampling(), attempts=1)
+        assert elsewhere.playing == 0
+        for station in router.stations:
+            with pytest.raises(RatchetError):
+                await router.ask(station, "host")
+        await elsewhere.close()
+
+    async def no_answer():
+        """The stage begins."""
+
+    asyncio.run(play())
 
 
 @pytest.mark.fault("P16")
