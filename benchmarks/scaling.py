@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py [--size S] [--doublings 3] [--threads 2] [--rounds 3]
 
-Prints time, peak memory and the share of each phase, and the exponent e of what is fitted as factor^e. Host phases (packing,
-scheduling, rewards, recording) are marked where they take more than 5 % of the step; whatever grows faster than the work's
-FLOPs is marked too.
+It begins with the GRPO step of grpo_step.py: 8 prompts x 16 answers of 32 tokens. Prints time, peak memory and the share of
+each phase, and the exponent e of what is fitted as factor^e. Host phases (packing, scheduling, rewards, recording) are marked
+where they take more than 5 % of the step; whatever grows faster than the work's FLOPs is marked too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from side_by_side import Case, make, options, run, shared
 
 HOST = ("pack", "scheduling", "rewards", "recording")
 HOST_SHARE = 0.05
+WARMUP = 6  # steps: the first of a process are slower
 FASTER = 0.15  # above the work's exponent; less is within what such short runs tell
 TIMED_S = 1e-4
-KNOBS = {"batch": ("--prompts", 4), "length": ("--new-tokens", 16), "group size": ("--group-size", 8), "model": ("--depth", 1)}
+KNOBS = {"batch": ("--prompts", 8), "length": ("--new-tokens", 32), "group size": ("--group-size", 16), "model": ("--depth", 1)}
 
 
 def measure(knob: str, factor: int, chosen: Any) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def measure(knob: str, factor: int, chosen: Any) -> dict[str, Any]:
     case = Case(knob, (OURS,), maker=replace(Case.maker, arguments=("--depth", workload.pop("--depth"))))
     with tempfile.TemporaryDirectory() as model:
         make(case, chosen, model)
-        arguments = list(itertools.chain(*workload.items()))
+        arguments = [*itertools.chain(*workload.items()), "--warmup", str(WARMUP)]
         lines = [run(OURS, [*shared(chosen, model, seed, OURS), *arguments], chosen.python) for seed in range(chosen.rounds)]
     phases = {name: statistics.median(line["phases_s"][name] for line in lines) for name in lines[0]["phases_s"]}
     seconds, memory = (statistics.median(line[key] for line in lines) for key in ("median_s", "peak_rss_mib"))

@@ -51,10 +51,6 @@ class Steps:
     metrics: list[Mapping[str, float | None]] = field(default_factory=list)
     startup_s: float = 0.0
 
-    def median(self, name: str) -> float:
-        values = sorted(numbers[name] or 0.0 for numbers in self.metrics)
-        return values[len(values) // 2]
-
 
 async def train(
     options: argparse.Namespace,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -73,12 +74,17 @@ def watch(run: Any) -> None:
 
 
 def shares(steps: common.Steps) -> dict[str, float]:
-    """Seconds of a median step, by phase. Scheduling: what sampling takes beside the engine's steps and the rewards."""
-    seconds = dict.fromkeys(("generate", *HOST), 0.0) | phases.medians(options.warmup, options.steps)
-    seconds["scheduling"] = max(0.0, steps.median("time/sample_s") - seconds["generate"] - seconds["rewards"])
-    seconds["update"] = steps.median("time/update_s")
-    seconds["other"] = max(0.0, sorted(steps.seconds)[len(steps.seconds) // 2] - sum(seconds.values()))
-    return {name: round(value, 5) for name, value in seconds.items()}
+    """Medians of what each phase takes of a step, in seconds. Scheduling: what sampling takes beside the engine's steps and the
+    rewards. Each step's own are subtracted from each other: the first steps are slower, and medians of a whole and of its
+    parts may be of different steps."""
+    each: list[dict[str, float]] = []
+    timed = phases.steps[options.warmup : options.warmup + options.steps]
+    for taken, numbers, whole in zip(timed, steps.metrics, steps.seconds, strict=True):
+        seconds = dict.fromkeys(("generate", *HOST), 0.0) | taken | {"update": numbers["time/update_s"] or 0.0}
+        seconds["scheduling"] = (numbers["time/sample_s"] or 0.0) - seconds["generate"] - seconds["rewards"]
+        seconds["other"] = whole - sum(seconds.values())
+        each.append(seconds)
+    return {name: round(statistics.median(seconds[name] for seconds in each), 5) for name in each[0]}
 
 
 async def main() -> None:

@@ -1,9 +1,15 @@
 """Seconds that Ratchet trains, evaluation apart, until the quick-start's second stage first reaches `--target` held-out; the
-model comes from sorting_start.py. With several threads, as many processes of one thread play the groups."""
+model comes from sorting_start.py. With several threads, as many processes of one thread play the groups.
+
+    python benchmarks/ours/ratchet_sorting.py --model DIR --threads 2 [--steps-alone 40] [key=value ...]
+
+key=value: of the quick-start's recipe, as `ratchet train` takes them; `generator.kind=engine`: this process plays them itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -13,7 +19,12 @@ from pathlib import Path
 import common
 import protocol
 
-options = common.start(protocol.target_arguments("the quick-start's GRPO stage with Ratchet"))
+PHASES = ("time/step_s", "time/sample_s", "time/update_s")
+
+parser = protocol.target_arguments("the quick-start's GRPO stage with Ratchet")
+parser.add_argument("--steps-alone", type=int, default=0, help="so many steps and no target: how long one takes")
+parser.add_argument("overrides", nargs="*", help="of the quick-start's recipe, key=value")
+options = common.start(parser)
 
 import ratchet as rt
 from ratchet.assemble import build_arena, build_executor, build_policy, plan_of, start_processes
@@ -29,12 +40,12 @@ def recipe() -> RunConfig:
     values = read_file(common.QUICKSTART)[0].plain()
     values |= {"model": {"path": options.model}, "tokenizer": {"kind": "auto"}, "device": "cpu", "seed": options.seed}
     values["kernels"] = "compiled" if compiles() else "torch"
-    if options.threads > 1:
+    if options.threads > 1 and not any(override.startswith("generator") for override in options.overrides):
         values["generator"] = {"kind": "workers", "workers": options.threads, "plays": "groups", "of": {"kind": "engine"}}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "quickstart.yaml"
         path.write_text(write_text(values), encoding="utf-8")
-        return load_config(path)
+        return load_config(path, options.overrides)
 
 
 async def main() -> None:
@@ -52,17 +63,21 @@ async def main() -> None:
         policy = start_processes(config, executor, build_policy(config))
         ends.push_async_callback(policy.close)
         run = rt.make_run(policy, build_arena(stage), rt.construct(stage.algorithm), plan)
-        goal = protocol.Goal(options.target)
+        goal, steps = protocol.Goal(options.target), list[Mapping[str, float | None]]()
 
         def watch(step: int, numbers: Mapping[str, float | None]) -> None:
+            steps.append(numbers)
+            if len(steps) == options.steps_alone:
+                run.stop.status = 0
             accuracy = numbers.get("eval/accuracy")
-            if accuracy is not None and goal.reached(step, run.progress.seconds, accuracy):
+            if accuracy is not None and goal.reached(step, run.progress.seconds, accuracy) and not options.steps_alone:
                 run.stop.status = 0  # the loop ends after this step
 
         run.observers = (watch,)
         await rt.train(run)
-    common.emit(options, [goal.seconds()], case="quickstart", curve=goal.curve)
+    phases = {name: round(statistics.median(numbers[name] or 0.0 for numbers in steps), 4) for name in PHASES}
+    seconds = run.progress.seconds if options.steps_alone else goal.seconds()
+    common.emit(options, [seconds], case="quickstart", curve=goal.curve, phases_s=phases)
 
 
-if __name__ == "__main__":  # processes that play import this module
-    asyncio.run(main())
+asyncio.run(main())
