@@ -31,7 +31,7 @@ class Players(Protocol):
 
 
 class Elsewhere:
-    """Implements `PlaysGroups` on workers whose components are `ratchet.playing.GroupRank`s. stage: what `begin` gets there."""
+    """Implements `PlaysGroups` on workers whose components are `ratchet.playing.GroupRank`s. stage: for their `begin`."""
 
     def __init__(self, players: Players, stage: Sequence[Any]) -> None:
         self.players, self.stage = players, stage

@@ -256,8 +256,8 @@ class Stepped:
 
 class Apart:
     """`AsyncLLM`: the engine and its workers step by themselves, so this core is never busy. It stamps tokens with the version
-    that vLLM's engine had when it made them. has_read: called once it reads the model's files no more: when it has answered
-    something, as one that has said it is ready still reads them."""
+    that vLLM's engine had when it made them. has_read: called once it reads the model's files no more, which is when it has
+    answered something: one that has said it is ready still reads them."""
 
     busy = False
 
@@ -275,7 +275,7 @@ class Apart:
         self._requests: dict[str, Request] = {}
         self._aborting: asyncio.Task[None] | None = None
         self._guarded = False
-        self._has_read: Callable[[], None] | None = has_read
+        self._has_read = has_read
         self._ids = map(str, itertools.count())
 
     def add(self, request: Request) -> None:
@@ -314,9 +314,11 @@ class Apart:
         return answer.completion()
 
     async def _guard(self) -> None:
+        """Before whatever its processes are asked first: they are told to end with this one."""
         if not self._guarded:
             self._guarded = True
-            await self.call("end_with", socket.gethostname(), os.getpid())
+            await self.llm.collective_rpc("end_with", args=(socket.gethostname(), os.getpid()))
+            self._has_read()
 
     def cancel(self, request: Request) -> None:
         for name in [name for name, other in self._requests.items() if other is request]:
@@ -341,11 +343,8 @@ class Apart:
         return []
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        answers = await self.llm.collective_rpc(method, args=arguments)
-        if self._has_read is not None:
-            self._has_read()
-            self._has_read = None
-        return answers
+        await self._guard()
+        return await self.llm.collective_rpc(method, args=arguments)
 
     async def halt(self, *, forget: bool) -> None:
         await self.llm.pause_generation(mode="keep", clear_cache=forget)  # what encoders gave of images with the rest

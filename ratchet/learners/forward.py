@@ -87,7 +87,7 @@ class Forward:
         forward that made the hidden states."""
         needs = needed(terms)
         # A term of coefficient 0 is only measured: what nothing else needs gets no gradient.
-        learned = frozenset[str]().union(*(term.needs for term in terms if micro.weights[term.name].coef))
+        learned = needed(term for term in terms if micro.weights[term.name].coef)
         out = self.outputs(micro, hidden_Td, needs, measured=needs - learned)
         if watch is not None:
             out = replace(out, routers=watch.columns(micro.sequence_T, micro.n_sequences))

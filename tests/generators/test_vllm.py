@@ -337,7 +337,7 @@ def generation(monkeypatch, decoder):
         def of(arguments, has_read):
             made = object.__new__(core)
             made.llm, made.version, made._running, made._requests = FakeLLM(), 0, {}, {}
-            made._ids, made._guarded, made.loras = map(str, range(1000)), True, Loras()
+            made._ids, made._guarded, made.loras = map(str, range(1000)), False, Loras()
             made._has_read = has_read
             made.close = lambda: None
             return made
@@ -369,16 +369,31 @@ def test_it_conforms(generation):
     asyncio.run(check_generator(generation, [[1, 2, 3], [4] * 9]))
 
 
+@pytest.mark.parametrize("first", ["a request", "a push"])
+def test_the_models_files_stay_until_the_engine_has_answered(generation, decoder, first):
+    policy, start = DecoderPolicy(decoder), generation._directory / "start"
+    there = []
+    generation.core.llm.worker.end_with = lambda host, driver: there.append((start / "model.safetensors").exists())
+    if first == "a request":
+        asyncio.run(generation.generate([1], Sampling(max_new_tokens=2)))
+    else:
+        asyncio.run(DirectLink(SimpleNamespace(weights=lambda: shards_of(policy)), generation).push(3))
+    assert there == [True]
+    assert not start.exists()
+
+
+def shards_of(policy):
+    return (Shard(name, tuple(weight.shape), (0,) * weight.dim(), weight) for name, weight in policy.canonical_weights())
+
+
 def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
     policy = DecoderPolicy(decoder)
-    learner = SimpleNamespace(
-        weights=lambda: (Shard(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in policy.canonical_weights())
-    )
+    learner = SimpleNamespace(weights=lambda: shards_of(policy))
     llm = generation.core.llm
 
     async def run():
         await DirectLink(learner, generation).push(3)
-        assert llm.log == ["check_push", "pause keep True", "apply_push", "resume"]
+        assert llm.log == ["end_with", "check_push", "pause keep True", "apply_push", "resume"]
         assert generation.version == 3
         assert set(llm.worker.loaded) == {"lm_head.weight", *dict(policy.canonical_weights())}
         llm.log.clear()
