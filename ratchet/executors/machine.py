@@ -105,7 +105,7 @@ def use_kernels(compiled: bool) -> None:
 
 
 def compiles() -> bool:
-    """Whether this machine has compiled kernels; the first time it takes a second."""
+    """Whether this machine has compiled kernels; the first time it takes two seconds."""
     try:
         library()
     except OSError as error:

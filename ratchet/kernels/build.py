@@ -1,4 +1,4 @@
-"""Compiles `kernels.c` for the processor at hand with the machine's own C compiler: once, and then it is kept."""
+"""Compiles the C beside it for the processor at hand with the machine's own C compiler: once, and then it is kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 
 from ratchet.stores import kept
 
-SOURCE = Path(__file__).with_name("kernels.c")
+HERE = Path(__file__).parent
+SOURCES = HERE / "kernels.c", HERE / "decoding.c"
+HEADER = HERE / "rows.h"
 COMPILERS = ("cc", "gcc", "clang")
 # Sums may be split into lanes. Nothing may take it that numbers are finite: broken weights have to show.
 FLAGS = (
@@ -46,7 +48,7 @@ def _compiled(compiler: str, directory: Path, key: str) -> Path:
     """It takes its name when it is whole: several processes may be at it, also some that share the directory alone."""
     directory.mkdir(parents=True, exist_ok=True)
     draft = directory / f".{key}.{secrets.token_hex(8)}"
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(draft), "-lm"]
+    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(draft), "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False)
         if done.returncode:
@@ -59,9 +61,10 @@ def _compiled(compiler: str, directory: Path, key: str) -> Path:
 
 
 def _key(compiler: str) -> str:
-    """Of all that the result depends on: the source, the command, the compiler and the processor."""
+    """Of all that the result depends on: the sources, the command, the compiler and the processor."""
     found = Path(compiler).resolve()
-    parts = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), f"{found} {found.stat().st_mtime_ns}".encode(), processor()]
+    sources = [path.read_bytes() for path in (*SOURCES, HEADER)]
+    parts = [*sources, " ".join(FLAGS).encode(), f"{found} {found.stat().st_mtime_ns}".encode(), processor()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 

@@ -2,7 +2,8 @@
 
 PyTorch's own take several passes, and the interpreter some ten microseconds for each, which is what a decoding step of a small
 model consists of. Who calls these has asked `fits`; the same in PyTorch's operations, for every other dtype and device, stands
-beside each call (`ratchet.models.ops`, `ratchet.generators.engine.attention`). Gradients are written out, of first order.
+beside each call (`ratchet.models.ops`; `attention`, `scheduler` of `ratchet.generators.engine`). Gradients are written out, of
+first order.
 
 T = tokens, N = requests, H = query heads, K = key/value heads, L = capacity of a slot in tokens, C = D / 2, D = head_dim,
 d = inputs, o = outputs, F = size of the gated layer.
@@ -11,15 +12,18 @@ d = inputs, o = outputs, F = size of the gated layer.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.profiler import record_function
 
 from ratchet.kernels.build import library, processor
 
-PARTS, WIDEST_HEAD = 8, 512  # as in kernels.c
+PARTS, WIDEST_HEAD = 8, 512  # as in kernels.c and rows.h
 WIDE = 2**17  # elements of a matrix from which oneDNN's products are quicker than MKL's, where MKL isn't at home
 
 P, N, X = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -31,6 +35,8 @@ SIGNATURES = {
     "gated": (P, P, N, N),
     "gated_backward": (P, P, P, N, N),
     "decode": (P, P, P, N, P, N, P, N, P, P, N, N, N, N, N, X),
+    "step": (P, N, P, P, P, P, P, P, P, ctypes.c_int, N, N, N, N, N, N, N, X),
+    "step_scratch": (N, N, N, N, N),
 }
 PLAIN = (Tensor, nn.Parameter)
 
@@ -45,7 +51,7 @@ def use(wanted: bool) -> None:
     if found is not None:
         for name, types in SIGNATURES.items():
             function = getattr(found, name)
-            function.argtypes, function.restype = types, None
+            function.argtypes, function.restype = types, N if name == "step_scratch" else None
     # MKL keeps its best kernels for Intel's processors. By vendor, not by a probe: a run must come to the same bits again.
     _onednn = wanted and torch.backends.mkldnn.is_available() and b"AuthenticAMD" in processor()
     _library = found
@@ -194,6 +200,41 @@ def decode(keys: Tensor, values: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Te
     sizes = len(q), q.shape[1], k.shape[1], capacity, size, size**-0.5
     _library.decode(keys.data_ptr(), values.data_ptr(), *strided, positions_N.data_ptr(), out.data_ptr(), *sizes)
     return out
+
+
+# --- a decoding step as a whole
+
+STEP = "ratchet::step, FLOP of its products: "  # and how many: what a profile is told of it, as it sees no call of C
+
+
+def step(
+    layers: Sequence[Sequence[Tensor | None]],
+    x_Nd: Tensor,
+    norm_d: Tensor,
+    tables: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
+    sizes: Sequence[int],
+    eps: float,
+) -> None:
+    """Takes embeddings x through all layers, in place, up to the normalised hidden states; a key and a value of each join the
+    cache. A row's bits depend on no other's. Without gradient.
+
+    layers: tensors as `Layer` of decoding.c has them, laid out row by row. tables: cosines [N, 1, D] and sines [N, 1, C].
+    places: positions and slots, int64 [N] both. sizes: d, H, K, L, D and F.
+    """
+    d, n_heads, n_kv_heads, _, size, gated = sizes
+    count, (cos, sin), (positions_N, slots_N) = len(x_Nd), tables, places
+    wanted = (x_Nd, d), (positions_N,), (slots_N,), (cos, 1, size), (sin, 1, size // 2)
+    assert all(laid(tensor, count, *shape) for tensor, *shape in wanted)
+    assert fits(x_Nd, norm_d, cos, sin)
+    assert positions_N.dtype is slots_N.dtype is torch.int64
+    threads = torch.get_num_threads()
+    scratch = x_Nd.new_empty(threads, _library.step_scratch(d, n_heads, n_kv_heads, size, gated))
+    addresses = [_address(tensor) for layer in layers for tensor in layer]
+    tensors = map(_address, (x_Nd, norm_d, cos, sin, positions_N, slots_N, scratch))
+    flop = 2 * count * len(layers) * d * (2 * (n_heads + n_kv_heads) * size + 3 * gated)
+    with record_function(f"{STEP}{flop}") if torch.autograd._profiler_enabled() else nullcontext():
+        _library.step((P * len(addresses))(*addresses), len(layers), *tensors, threads, count, *sizes, eps)
 
 
 # --- products

@@ -6,35 +6,10 @@
    T = rows, D = head_dim or hidden size, C = D / 2, H = query heads, K = key/value heads, G = H / K, F = size of the gated layer.
 */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-typedef int64_t i64;
+#include "rows.h"
 
 #define PARTS 8
-#define TILE 256      /* tokens whose scores exist at a time */
-#define WIDEST 512    /* head_dim */
 #define GRAIN 16384   /* elements below which another thread costs more than it brings */
-
-static inline float exponential(float x) {
-    /* Cephes' expf, without branches so that loops of it become vectors. NaN stays NaN. Off by 2e-6 of itself at most, at its
-       ends: compilers may put the two parts of ln 2 together. */
-    x = x > 88.3762626647949f ? 88.3762626647949f : x;
-    x = x < -87.3365447504019f ? -87.3365447504019f : x;
-    float n = rintf(x * 1.44269504088896341f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { float f; int32_t i; } power = {.i = ((int32_t)n + 127) << 23};
-    return p * power.f;
-}
 
 static inline i64 bound(i64 part, i64 rows) { return part * rows / PARTS; }
 
@@ -45,12 +20,6 @@ static void add_up(const float *parts, float *sum, i64 size) {
 }
 
 /* --- y = w x r with r = (mean(x^2) + eps)^-1/2 */
-
-static inline float inverse_rms(const float *x, i64 D, float eps) {
-    float sum = 0;
-    for (i64 i = 0; i < D; i++) sum += x[i] * x[i];
-    return 1.0f / sqrtf(sum / D + eps);
-}
 
 /* r: [T], or null where nobody asks. */
 void norm(const float *x, const float *w, float *y, float *r, i64 T, i64 D, float eps) {
@@ -84,14 +53,6 @@ void norm_backward(const float *g, const float *x, const float *w, const float *
 }
 
 /* --- queries and keys out of the fused product: normalised where there are weights, then turned by their position */
-
-static inline void turn(const float *x, const float *cos, const float *sin, float *y, i64 C, float direction) {
-    for (i64 i = 0; i < C; i++) {
-        float a = x[i], b = x[i + C], s = direction * sin[i];
-        y[i] = a * cos[i] - b * s;
-        y[i + C] = b * cos[i] + a * s;
-    }
-}
 
 /* qkv: [T, H + 2 K, D]. wq, wk: [D], or null. cos: rows of D, whose halves are alike; sin: rows of C.
    q: [T, H, D], k: [T, K, D]. r: [T, H + K], or null. */
@@ -156,7 +117,7 @@ void gated(const float *x, float *y, i64 T, i64 F) {
     for (i64 t = 0; t < T; t++) {
         const float *gate = x + t * 2 * F, *up = gate + F;
         float *o = y + t * F;
-        for (i64 i = 0; i < F; i++) o[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+        for (i64 i = 0; i < F; i++) o[i] = silu(gate[i]) * up[i];
     }
 }
 
@@ -175,41 +136,6 @@ void gated_backward(const float *g, const float *x, float *dx, i64 T, i64 F) {
 
 /* --- attention of one new token a slot over the slot's keys and values, which its own join first */
 
-/* Asks for a row that is needed soon: what is stored of a slot is too short for the processor to guess where the next lies. */
-static inline void fetch(const float *row, i64 D) {
-    for (i64 i = 0; i < D; i += 16) __builtin_prefetch(row + i, 0, 2);
-}
-
-/* ahead: from here to the keys and values of the next head, 0 where there is none, or they were asked for. */
-static inline void attend(const float *restrict q, const float *restrict keys, const float *restrict values, float *restrict out,
-                          i64 length, i64 D, float scale, i64 ahead) {
-    float weights[TILE], sum[WIDEST] = {0}, total = 0, highest = -INFINITY;
-    for (i64 first = 0; first < length; first += TILE) {
-        i64 n = length - first < TILE ? length - first : TILE;
-        float above = highest;
-        for (i64 j = 0; j < n; j++) {
-            const float *k = keys + (first + j) * D;
-            float score = 0;
-            if (ahead) fetch(k + ahead, D);
-            for (i64 i = 0; i < D; i++) score += q[i] * k[i];
-            weights[j] = score * scale;
-        }
-        for (i64 j = 0; j < n; j++) above = weights[j] > above ? weights[j] : above;
-        float shrink = first ? exponential(highest - above) : 0;
-        float added = 0;
-        for (i64 j = 0; j < n; j++) added += weights[j] = exponential(weights[j] - above);
-        for (i64 i = 0; i < D; i++) sum[i] *= shrink;
-        for (i64 j = 0; j < n; j++) {
-            const float *v = values + (first + j) * D;
-            if (ahead) fetch(v + ahead, D);
-            for (i64 i = 0; i < D; i++) sum[i] += weights[j] * v[i];
-        }
-        total = total * shrink + added;
-        highest = above;
-    }
-    for (i64 i = 0; i < D; i++) out[i] = sum[i] / total;
-}
-
 /* keys, values: [N or more, K, C, D]. q: [N, H, D], k and v: [N, K, D], each token's own in one piece, ldq, ldk, ldv apart.
    positions: [N], where the new token goes. out: [N, H, D]. */
 void decode(float *keys, float *values, const float *q, i64 ldq, const float *k, i64 ldk, const float *v, i64 ldv,
@@ -225,10 +151,7 @@ void decode(float *keys, float *values, const float *q, i64 ldq, const float *k,
             i64 ahead = g == head * G && m + 1 < N * K ? C * D : 0;
             const float *query = q + n * ldq + g * D;
             float *o = out + (n * H + g) * D;
-            if (D == 32) attend(query, own_keys, own_values, o, position + 1, 32, scale, ahead);
-            else if (D == 64) attend(query, own_keys, own_values, o, position + 1, 64, scale, ahead);
-            else if (D == 128) attend(query, own_keys, own_values, o, position + 1, 128, scale, ahead);
-            else attend(query, own_keys, own_values, o, position + 1, D, scale, ahead);
+            attend_to(query, own_keys, own_values, o, position + 1, D, scale, ahead);
         }
     }
 }

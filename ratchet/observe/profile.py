@@ -22,6 +22,7 @@ from torch._C._profiler import _ExperimentalConfig  # the only way to ask for th
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ratchet.kernels.cpu import STEP
 from ratchet.observe.files import replace_text
 from ratchet.observe.gemm import Gemm, gemm_rate
 from ratchet.observe.profile_table import OTHER, Profile, Work
@@ -203,14 +204,17 @@ def read_events(torch_profile: profile) -> list[Event]:
     results = torch_profile.profiler and torch_profile.profiler.kineto_results
     for event in results.events() if results else ():
         name, host = event.name(), event.device_type() == DeviceType.CPU
-        counted = name in (*PRODUCTS, ONEDNN, EMBEDDING)
-        if host and not counted and not event.is_user_annotation():
+        counted, stepped = name in (*PRODUCTS, ONEDNN, EMBEDDING), name.startswith(STEP)
+        named = event.is_user_annotation() and not stepped
+        if host and not (counted or stepped or named):
             continue
         shapes = event.shapes() if name in (ONEDNN, EMBEDDING) else []
         start, flop = event.start_ns(), event.flops() if counted else 0
         if name == ONEDNN:
             flop = 2 * math.prod(shapes[0]) * shapes[1][0]
-        found.append(Event(name, start, start + event.duration_ns(), host, event.is_user_annotation(), flop, shapes))
+        elif stepped and host:
+            flop = int(name.removeprefix(STEP))
+        found.append(Event(name, start, start + event.duration_ns(), host, named, flop, shapes))
     return found
 
 

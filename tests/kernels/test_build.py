@@ -37,8 +37,9 @@ def test_it_is_compiled_once_and_found_again(tmp_path, monkeypatch):
 def test_another_source_is_compiled_anew(tmp_path, monkeypatch):
     build.library()
     other = tmp_path / "kernels.c"
-    other.write_text(build.SOURCE.read_text() + "\n/* changed */\n")
-    monkeypatch.setattr(build, "SOURCE", other)
+    other.write_text(build.SOURCES[0].read_text() + "\n/* changed */\n")
+    (tmp_path / "rows.h").write_text((build.HERE / "rows.h").read_text())
+    monkeypatch.setattr(build, "SOURCES", (other, *build.SOURCES[1:]))
     build.library.cache_clear()
     build.library()
     assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 2

@@ -2,7 +2,7 @@
 
 Both give a request the same bits whatever else is in the call, measured on CPUs with AVX2 and AVX-512: a prompt is padded to
 a length that depends on itself alone, and a decode step sums values in tiles that don't move with the longest neighbour. Where
-the compiled kernels are in use a decode step is one of them, and looks at no neighbour at all.
+the compiled kernels are in use that is one of them, and looks at no neighbour at all (a whole step: `compiled`).
 
 T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim, L = attended length (a
 multiple of `KVCache.stride`), B = prompts of one call.

@@ -21,6 +21,7 @@ from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.engine.adapters import Bank
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
 from ratchet.generators.engine.cache import KVCache
+from ratchet.generators.engine.compiled import CompiledDecoder
 from ratchet.generators.engine.sampling import draw, uniforms
 from ratchet.generators.engine.slots import Active, Slots
 from ratchet.generators.requests import PromptKey, Request
@@ -57,6 +58,7 @@ class Scheduler:
         routes = len(decoder.config.sparse_layers), decoder.config.experts_per_token
         self.slots = Slots(vocab_size=self.vocab_size, row_multiple=limits.row_multiple, device=weight.device, routes=routes)
         self.bank = Bank(decoder, limits.row_multiple)
+        self.compiled = CompiledDecoder(decoder)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # by slot
         self.version = 0
@@ -240,6 +242,26 @@ class Scheduler:
         active, longest = self._active, int(self.slots.lengths[: len(self.running)].max())
         if self._reserve(len(active.feed), longest + 1):
             self._active = active = self.slots.active(0, len(self.running))
+        self.decoded_tokens += active.count
+        self._retire(self._emit(active, self._fed(active, longest)))
+
+    def _fed(self, active: Active, longest: int) -> Tensor:
+        """Hidden states of the tokens that are fed, [N, d] and padding rows. Where there is a compiled step every request
+        without an adapter goes through it, also beside others: a request's bits must not depend on its neighbours."""
+        if (layers := self.compiled.layers()) is None:
+            return self._decoded(active, longest)
+        plain = torch.arange(active.count)
+        if not self._choosing:
+            hidden = self.compiled(layers, active.feed[: active.count], active.positions[: active.count], plain, self.cache)
+            return F.pad(hidden, (0, 0, 0, padding)) if (padding := len(active.feed) - active.count) else hidden
+        hidden = self._decoded(active, longest)
+        plain = plain[[request.sampling.adapter is None for request in self.running]]
+        if len(plain):
+            hidden[plain] = self.compiled(layers, active.feed[plain], active.positions[plain], plain, self.cache)
+        return hidden
+
+    def _decoded(self, active: Active, longest: int) -> Tensor:
+        """The same by PyTorch's operations."""
         attend = DecodeAttention(self.cache, active.positions, longest)
         record = self._record(len(active.feed))
         decoder = self._decoder([request.sampling.adapter for request in self.running] if self._choosing else ())
@@ -247,8 +269,7 @@ class Scheduler:
         if record is not None:
             at = attend.slots_N[: active.count], active.positions[: active.count]
             self.slots.routes_RCLK.index_put_(at, record.experts_TLK[: active.count])
-        self.decoded_tokens += active.count
-        self._retire(self._emit(active, hidden))
+        return hidden
 
     def _emit(self, active: Active, hidden_Nd: Tensor) -> Mapping[int, StopReason]:
         """Draws the next token of each slot in the range, from hidden states that may end with padding rows. Returns the slots

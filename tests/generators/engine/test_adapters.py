@@ -22,6 +22,11 @@ PROMPTS = [[1, 2, 3], [1, 2, 3], [7] * 20, [4, 5]]
 SAMPLING = Sampling(max_new_tokens=12, seed=4)
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["by PyTorch", "by compiled kernels"])
+def operations(request, kernels):
+    kernels(request.param)
+
+
 def policy(seed=None, **lora):
     made = init_policy(SHAPE, seed=1)
     if seed is not None:
@@ -63,6 +68,19 @@ def test_adapters_at_once_give_what_each_gives_alone(adapters):
         alone = Engine(CONFIG, policy() if name is None else adapters[name][1]).generate_all([prompt], [SAMPLING])[0]
         assert_same(alone, completion, 1e-5)
     assert together[0].tokens.tolist() != together[1].tokens.tolist(), "equal prompts, other adapters"
+
+
+def test_a_request_without_one_has_the_same_bits_beside_others(adapters):
+    engine = Engine(CONFIG, policy())
+    alone = [ask(engine, [None], [prompt])[0] for prompt in PROMPTS]
+    for name, (directory, _) in adapters.items():
+        engine.add_adapter(name, directory)
+    requests = [("one", [9]), *((None, prompt) for prompt in PROMPTS[:2]), ("two", [8]), *((None, p) for p in PROMPTS[2:])]
+    for chosen in ([request for request in requests if request[0] is None], requests):
+        found = ask(engine, *zip(*chosen, strict=True))
+        plain = [completion for completion, (name, _) in zip(found, chosen, strict=True) if name is None]
+        for one, other in zip(alone, plain, strict=True):
+            assert_same(one, other)
 
 
 def test_the_policys_own_adapter_stays_apart_and_follows_its_updates(adapters):

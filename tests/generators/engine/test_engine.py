@@ -57,6 +57,11 @@ def logits_of(decoder, tokens):
         return decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend) @ decoder.head_weight.T
 
 
+@pytest.fixture(params=["by PyTorch", "by compiled kernels"])
+def operations(request, kernels):
+    kernels(request.param == "by compiled kernels")
+
+
 async def ticks(n):
     for _ in range(n):
         await asyncio.sleep(0)
@@ -92,6 +97,7 @@ def test_logprobs_are_those_of_a_transformers_forward_at_the_stop_token_too(twin
 # --- against itself
 
 
+@pytest.mark.usefixtures("operations")
 def test_cached_decoding_equals_a_forward_per_token(either):
     prompt = prompts_of(1)[0]
     tokens = list(prompt)
@@ -100,6 +106,7 @@ def test_cached_decoding_equals_a_forward_per_token(either):
     assert engine(either).generate_all([prompt], [GREEDY])[0].tokens.tolist() == tokens[len(prompt) :]
 
 
+@pytest.mark.usefixtures("operations")
 def test_cached_decoding_stays_right_over_many_tiles_and_grown_slots():
     """900 tokens pass several capacities of the cache, and several tiles of the attention."""
     shape = DecoderConfig(67, 64, 2, 4, 2, 32, 96, max_positions=1024, init_std=0.2)
@@ -110,6 +117,7 @@ def test_cached_decoding_stays_right_over_many_tiles_and_grown_slots():
     np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
 
+@pytest.mark.usefixtures("operations")
 @pytest.mark.parametrize("max_running", [3, 17, 1024])
 def test_a_result_does_not_depend_on_the_batch(either, max_running):
     """Bit for bit: alone, among 50 others of all lengths and settings, with any number of slots."""
@@ -120,6 +128,7 @@ def test_a_result_does_not_depend_on_the_batch(either, max_running):
         assert_same(a, b)
 
 
+@pytest.mark.usefixtures("operations")
 def test_a_result_does_not_depend_on_who_arrives_when(either):
     prompts, samplings = prompts_of(51, seed=1), mixed_samplings(51)
     alone = engine(either).generate_all(prompts[:1], [replace(samplings[1], max_new_tokens=40)])[0]
