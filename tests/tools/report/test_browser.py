@@ -244,6 +244,29 @@ def test_the_same_prompt_stands_side_by_side(show, report):
     until(page, "document.querySelectorAll('article.rollout').length === 1")
 
 
+def test_a_click_is_not_lost_when_the_list_is_painted_meanwhile(show, report):
+    page = show(report, "rollouts")
+    second = page.locator(".row").nth(1)
+    second.hover()
+    page.mouse.down()
+    page.evaluate("Browser.list.scrollTop = 1, Browser.paint()")  # as a scroll's event does, whenever it comes
+    page.mouse.up()
+    until(page, "document.querySelectorAll('.row')[1].classList.contains('chosen')")
+
+
+def test_rows_stand_in_order_wherever_the_list_is_scrolled_to(show, report):
+    page = show(report, "rollouts")
+    placed = """top => {
+      Browser.list.scrollTop = top, Browser.paint();
+      return [...document.querySelectorAll('.row')].map((row) => parseInt(row.style.top) / 28);
+    }"""
+    for top in (300, 10_000, 500, 0):
+        places = page.evaluate(placed, top)
+        assert places == list(range(places[0], places[-1] + 1))
+        assert 28 * places[0] <= page.evaluate("Browser.list.scrollTop")
+    assert places[0] == 0
+
+
 def test_a_rollout_whose_texts_are_not_in_the_file_says_so(show, tmp_path):
     make_run(tmp_path / "one")
     address = write_report([tmp_path / "one"], tmp_path / "r.html", rollouts=4).as_uri()

@@ -143,6 +143,8 @@ const Browser = {
     this.describe(n);
     this.spacer.style.height = `${Math.min(n, MOST_LISTED) * ROW_HEIGHT}px`;
     this.list.scrollTop = 0;
+    refill(this.list, this.spacer);
+    this.painted = new Map(); // of places in the list, their elements
     this.paint();
   },
 
@@ -155,28 +157,39 @@ const Browser = {
     this.summary.textContent = [`${whole(n)} of ${whole(this.rollouts.count)} rollouts`, every, sampled, partial, since].filter(Boolean).join("");
   },
 
-  /** Only the rows in view are elements. */
+  /** Only the rows in view are elements. What stays in view stays the same element: of a click that began on one that was
+   * replaced meanwhile (a scroll's event may come late) the browser tells nobody. */
   paint() {
-    const r = this.rollouts;
     const first = Math.max(0, Math.floor(this.list.scrollTop / ROW_HEIGHT) - 5);
     const last = Math.min(this.rows.length, MOST_LISTED, first + Math.ceil((this.list.clientHeight || 600) / ROW_HEIGHT) + 10);
-    const drawn = [];
-    for (let at = first; at < last; at++) {
-      const row = this.rows[at];
-      const chosen = this.opened?.run === this.run && r.at(this.opened.step, this.opened.place) === row;
-      drawn.push(
-        el(
-          "div",
-          { className: chosen ? "row chosen" : "row", role: "option", style: { top: `${at * ROW_HEIGHT}px` }, onclick: () => this.open(this.run, row) },
-          el("span", { className: "c-step" }, r.step[row]),
-          rewardChip(r.reward[row], r.word("outcome", row)),
-          el("span", { className: "c-fate", title: FATES[r.fate[row]][2] }, FATES[r.fate[row]][1]),
-          el("span", { className: "c-length" }, `${whole(r.length[row])} tok`),
-          el("span", { className: "c-task", title: r.word("task", row) }, el("bdi", {}, r.word("task", row))),
-        ),
-      );
+    for (const [at, node] of this.painted) {
+      if (at >= first && at < last) continue;
+      node.remove();
+      this.painted.delete(at);
     }
-    refill(this.list, this.spacer, drawn);
+    const chosen = this.opened?.run === this.run ? this.rollouts.at(this.opened.step, this.opened.place) : -1;
+    let before = this.spacer;
+    for (let at = first; at < last; at++) {
+      const node = this.painted.get(at) ?? this.row(at);
+      node.classList.toggle("chosen", this.rows[at] === chosen);
+      if (before.nextSibling !== node) before.after(node);
+      this.painted.set(at, node);
+      before = node;
+    }
+  },
+
+  row(at) {
+    const r = this.rollouts;
+    const row = this.rows[at];
+    return el(
+      "div",
+      { className: "row", role: "option", style: { top: `${at * ROW_HEIGHT}px` }, onclick: () => this.open(this.run, row) },
+      el("span", { className: "c-step" }, r.step[row]),
+      rewardChip(r.reward[row], r.word("outcome", row)),
+      el("span", { className: "c-fate", title: FATES[r.fate[row]][2] }, FATES[r.fate[row]][1]),
+      el("span", { className: "c-length" }, `${whole(r.length[row])} tok`),
+      el("span", { className: "c-task", title: r.word("task", row) }, el("bdi", {}, r.word("task", row))),
+    );
   },
 
   walk(event) {
