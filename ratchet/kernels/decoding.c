@@ -14,14 +14,14 @@
 
 #ifdef __AVX512F__
 #define LANES 16
-#define HIGH 8           /* features of a tile */
+#define PIECES 4
 #else
 #define LANES 8
-#define HIGH 6
-#endif
 #define PIECES 2
+#endif
 #define WIDE (PIECES * LANES)
-#define DEEP 256         /* terms of a tile */
+#define HIGH(pieces) ((pieces) == PIECES ? 6 : 8) /* features of a tile: its sums fill the registers */
+#define DEEP 128         /* terms of a tile: of a panel, what fits the nearest cache */
 #define PANELS (64 / WIDE) /* of a thread: weights that come from afar are read once for so many */
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -29,14 +29,16 @@ typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 /* --- panels: [panels, features, WIDE] */
 
 /* y += w x for `high` features and the first `pieces` of the panel, which are known when this is compiled. ld: from a row of w to
-   the next. */
+   the next. The features after these are asked for meanwhile: their rows are too short for the processor to guess. */
 static inline __attribute__((always_inline)) void tile(const float *w, i64 ld, const float *x, float *y, i64 terms, int high,
                                                        int pieces) {
-    lanes sum[HIGH][PIECES];
+    lanes sum[HIGH(1)][PIECES];
     for (int i = 0; i < high; i++)
         for (int p = 0; p < pieces; p++) sum[i][p] = (lanes){0};
     for (i64 k = 0; k < terms; k++) {
         lanes term[PIECES];
+        if (k % LINE == 0)
+            for (int i = 0; i < high; i++) __builtin_prefetch(w + (i + high) * ld + k);
         for (int p = 0; p < pieces; p++) term[p] = *(const lanes *)(x + k * WIDE + p * LANES);
 #pragma GCC unroll 8
         for (int i = 0; i < high; i++)
@@ -52,7 +54,7 @@ static inline __attribute__((always_inline)) void tiles(const float *w, const fl
         i64 n = 0, some = terms - k < DEEP ? terms - k : DEEP;
 #define TILES(high) for (i64 p = 0; p < panels; p++) \
     tile(w + n * terms + k, terms, x + (p * held + k) * WIDE, y + (p * features + n) * WIDE, some, high, pieces)
-        for (; n + HIGH <= features; n += HIGH) TILES(HIGH);
+        for (; n + HIGH(pieces) <= features; n += HIGH(pieces)) TILES(HIGH(pieces));
         for (; n < features; n++) TILES(1);
 #undef TILES
     }
@@ -61,6 +63,7 @@ static inline __attribute__((always_inline)) void tiles(const float *w, const fl
 /* y += w x, by panel. w: [features, terms]. x: panels of `held` features, the first `terms` of which it takes. */
 static void add_product(const float *w, const float *x, i64 held, float *y, i64 rows, i64 features, i64 terms) {
     if (rows <= LANES) tiles(w, x, held, y, 1, features, terms, 1);
+    else if (rows <= 2 * LANES) tiles(w, x, held, y, 1, features, terms, 2);
     else tiles(w, x, held, y, (rows + WIDE - 1) / WIDE, features, terms, PIECES);
 }
 

@@ -12,6 +12,7 @@ typedef int64_t i64;
 
 #define WIDEST 512    /* head_dim */
 #define STRETCH 256   /* tokens whose scores exist at a time */
+#define LINE 16       /* entries that memory hands over at a time */
 
 static inline float exponential(float x) {
     /* Cephes' expf, without branches so that loops of it become vectors. NaN stays NaN. Off by 2e-6 of itself at most, at its
@@ -49,7 +50,7 @@ static inline void turn(const float *x, const float *cos, const float *sin, floa
 
 /* Asks for a row that is needed soon: what is stored of a slot is too short for the processor to guess where the next lies. */
 static inline void fetch(const float *row, i64 D) {
-    for (i64 i = 0; i < D; i += 16) __builtin_prefetch(row + i, 0, 2);
+    for (i64 i = 0; i < D; i += LINE) __builtin_prefetch(row + i, 0, 2);
 }
 
 /* ahead: from here to the keys and values of the next head, 0 where there is none, or they were asked for. */
