@@ -144,8 +144,8 @@ def test_heads_are_the_same_with_and_without_gradient_and_take_any_layout_of_it(
     scale=st.sampled_from([1.0, 20.0]),
 )
 def test_decode(rows, kv, group, size, longest, scale):
-    """Across the ends of tiles, and with scores whose exponentials would overflow. A weight is off by what its score is, and that
-    grows with the scores."""
+    """Across the ends of tiles, and with scores whose exponentials would overflow. What a weight is off by grows with the
+    scores."""
     near = 1e-5 + 2e-6 * scale
     capacity = longest + 3
     keys, values = normal(rows + 1, kv, capacity, size), normal(rows + 1, kv, capacity, size, seed=1)
