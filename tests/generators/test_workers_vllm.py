@@ -43,9 +43,8 @@ def driver_of(tmp_path, **generator):
 
 
 def segments():
-    """Of vLLM, in shared memory; without those of a model that is divided (cpushm), which only other tests have, and vLLM leaves."""
-    ours = (name for name in os.listdir("/dev/shm") if "cpushm" not in name)
-    return {name for name in ours if name.startswith(("psm_", "ratchet-vllm-", "vllm"))}
+    """Of vLLM, in shared memory."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "ratchet-vllm-", "vllm"))}
 
 
 def left(before):
