@@ -5,12 +5,14 @@ vLLM mixes the class into its worker (`worker_extension_cls`) and calls the meth
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.generators.vllm_adapter import damage
@@ -35,6 +37,17 @@ def _end_after(driver: int, engine: int) -> None:
     if os.getppid() == engine:
         os.kill(engine, signal.SIGKILL)
     os._exit(1)
+
+
+def _unlink_shared_memory() -> None:
+    """Remove the names under which vLLM's workers on a CPU share memory: vLLM never does, and all workers have opened it."""
+    from vllm.distributed import parallel_state
+
+    for reference in parallel_state._groups.values():
+        communicator = getattr(reference(), "device_communicator", None)
+        name = getattr(getattr(communicator, "dist_module", None), "group_name", None)  # absent on accelerators
+        for path in Path("/dev/shm").glob(f"{glob.escape(name)}_*") if name else ():
+            path.unlink(missing_ok=True)  # another worker may have removed it
 
 
 def _runs(process: int) -> bool:
@@ -89,6 +102,7 @@ class VLLMBackend(Worker):
     def end_with(self, host: str, driver: int) -> None:
         """From now on this worker and vLLM's engine end with the process that started them. vLLM's engine notices when it is
         told, not when the one that would tell it was killed, and would keep the accelerator."""
+        _unlink_shared_memory()
         if socket.gethostname() == host and os.getpid() != driver:
             threading.Thread(target=_end_after, args=(driver, os.getppid()), daemon=True).start()
 

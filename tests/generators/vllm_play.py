@@ -83,6 +83,7 @@ def shake(model, seed):
 @asynccontextmanager
 async def started(model, engine, **keys):
     config = VLLMConfig(engine=engine, kv_cache_gib=0.05, enforce_eager=True, max_running=16, **keys)
+    shared = set(Path("/dev/shm").glob("*-cpushm_*"))  # between the workers of a divided model
     with environment.settings(config.environment):
         generator = VLLMGeneration(config, model, Numbers())
     try:
@@ -90,6 +91,7 @@ async def started(model, engine, **keys):
     finally:
         await generator.close()
         left = [path for path in Path("/dev/shm").glob("ratchet-vllm-*") if path == generator._directory]
+        left += set(Path("/dev/shm").glob("*-cpushm_*")) - shared
         assert not left, "files are left"
         assert not children(), f"processes are left: {children()}"
 
