@@ -102,8 +102,9 @@ class Progress:
 class Run:
     """first_step, last_step: the range [first, last) that is left, in step numbers of the whole run. observers: called with
     every step's metrics. trainable: what of the policy trains, told with the first step. save: writes a checkpoint that says
-    so many steps are done. deadline: of the monotonic clock; a step that would not end before it is not begun. limit_s: seconds
-    of training, after which the stage ends as if it had no step left, but for its first few."""
+    so many steps are done. verify_directory: raises RunDirectoryError if the run may no longer write to its directory; called
+    after every step, before anything of it is written. deadline: of the monotonic clock; a step that would not end before it
+    is not begun. limit_s: seconds of training, after which the stage ends as if it had no step left, but for its first few."""
 
     name: str
     algorithm: Algorithm
@@ -125,6 +126,7 @@ class Run:
     evaluations: Path | None = None  # where what they found is kept, by step
     save: Callable[[int], Awaitable[None]] | None = None
     save_every: int = 0
+    verify_directory: Callable[[], None] | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     deadline: float | None = None
     limit_s: float | None = None
@@ -202,6 +204,8 @@ class Run:
             await self._after(step, groups, batch)
 
     async def _after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        if self.verify_directory is not None:
+            self.verify_directory()
         self.batcher.ack(groups, step)
         if self.recorder is not None:
             trained = {name: self.roles[name] for name in self.algorithm.losses}

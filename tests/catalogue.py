@@ -105,6 +105,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "P19": ("metrics that can't be written", "one warning; training goes on"),
         "P20": ("death in the middle of a push of weights", "nobody serves mixed weights"),
         "P21": ("a worker runs out of memory", "the message says so, or that the kernel may have killed it"),
+        "P22": (
+            "the run directory is deleted, moved or replaced under its run",
+            "the run stops at the end of the step and writes nothing there; what was moved can be resumed",
+        ),
+        "P23": (
+            "the lock, recipe, metrics or checkpoints of a run are deleted under it",
+            "said at the next step or save; the lock and the recipe are restored; nothing is overwritten",
+        ),
     },
     "Hostile input": {
         "S1": ("a pickle in a checkpoint", "refused unopened"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from ratchet import faults
 from ratchet.config.tree import read_file, write_text
 from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.observe.files import replace_text
+
+log = logging.getLogger(__name__)
 
 MAX_NAMED = 8  # differing keys that a message lists
 
@@ -42,6 +45,8 @@ class RunDirectory:
         self.sentinels = path / "sentinels"  # evidence of alarms
         self.status = path / ".status"  # where the process of a run that is under way answers
         self._lock = path / ".lock"
+        # Descriptors of the directory and its lock while this process holds it.
+        self._directory_fd = self._lock_fd = -1
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -51,16 +56,52 @@ class RunDirectory:
         so what a killed run left is simply taken over. Raises RunDirectoryError when the directory can't be created or
         written, or when another run is in it.
         """
-        descriptor = self._open_lock()
+        self._lock_fd = self._open_lock()
         try:
-            self._take_lock(descriptor)
-            faults.point("run.locked")
+            self._directory_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                yield
+                self._take_lock(self._lock_fd)
+                faults.point("run.locked")
+                try:
+                    yield
+                finally:
+                    os.ftruncate(self._lock_fd, 0)  # not unlinked: another run may have just opened it
             finally:
-                os.ftruncate(descriptor, 0)  # not unlinked: another run may have just opened it
+                os.close(self._directory_fd)
         finally:
-            os.close(descriptor)
+            os.close(self._lock_fd)
+            self._directory_fd = self._lock_fd = -1
+
+    def verify(self, config: Mapping[str, Any]) -> None:
+        """Check that the path is still the directory that `locked` took, and restore a lost lock or recipe.
+
+        A run calls it after every step and before every save, so that it never writes into a directory
+        that was deleted, moved away or taken by another run.
+
+        Args:
+            config: The resolved recipe as plain values, written again if `config.yaml` was deleted.
+
+        Raises:
+            RunDirectoryError: The path is gone or is another directory, or another process locked it.
+        """
+        if not _is_same_file(self.path, self._directory_fd):
+            raise RunDirectoryError(
+                f"{self.path} was deleted, moved or replaced while this run was in it, so the run stops "
+                "and writes nothing there. Put the directory back and use --resume, or choose another --run-dir"
+            )
+        if not _is_same_file(self._lock, self._lock_fd):
+            lock_fd = self._open_lock()
+            try:
+                self._take_lock(lock_fd)
+            except RunDirectoryError:
+                os.close(lock_fd)
+                raise
+            os.close(self._lock_fd)
+            self._lock_fd = lock_fd
+            log.warning("%s was deleted under its run and is taken again", self._lock)
+        if not self.config.exists():
+            replace_text(self.config, write_text(dict(config)))
+            log.warning("%s was deleted under its run and is written again", self.config)
 
     def settle(self, config: Mapping[str, Any]) -> None:
         """Writes the resolved recipe (plain JSON-like values) into a new directory; in a used one, it must be the same.
@@ -146,6 +187,14 @@ class RunDirectory:
             ) from error
         except OSError as error:
             raise RunDirectoryError(f"{self.path} can't be locked: {error}; choose another --run-dir") from error
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Return True if `path` names the file or directory that `descriptor` has open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _describe_holder(content: bytes) -> str:

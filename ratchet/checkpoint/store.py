@@ -44,6 +44,7 @@ class CheckpointStore:
         self.keep, self.keep_best, self.keep_every = keep, keep_best, keep_every
         self.held: frozenset[int] = frozenset()
         self._rejected: set[Path] = set()
+        self._present: list[int] = []  # steps that had a checkpoint after the last `tidy`
 
     def save(self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
         """Makes the checkpoint of `step` from the files that `write` puts into the directory it is given.
@@ -56,6 +57,8 @@ class CheckpointStore:
         draft = self.root / f".tmp-{step}-{uuid.uuid4().hex[:12]}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            if lost := sorted(set(self._present).difference(self.steps())):
+                logger.warning("checkpoints of steps %s were deleted from %s by another program", lost, self.root)
             self._sweep()
             self._set_rejected_aside(final)
             draft.mkdir()
@@ -83,6 +86,7 @@ class CheckpointStore:
         try:
             self._sweep()
             self._prune()
+            self._present = self.steps()
         except OSError as error:  # the next save tries again
             logger.warning("an old checkpoint in %s can't be deleted: %s", self.root, error)
 

@@ -7,7 +7,6 @@ what the file says is what the weights have seen, however often the run was inte
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from ratchet import faults
 from ratchet.errors import CheckpointError
+from ratchet.observe.files import AppendFile
 
 Event = Literal["issued", "ready", "trained", "replayed", "filtered", "again", "deferred"]
 ENDS = ("trained", "filtered")
@@ -25,35 +25,33 @@ class Ledger:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = None if path is None else AppendFile(path)
 
     def note(self, event: Event, ids: Sequence[str], **facts: Any) -> None:
         """facts: plain values, the same for all of them. Raises OSError where the disk is full, say."""
         if self._file is None or not ids:
             return
         lines = "".join(json.dumps({"event": event, "id": name, **facts}) + "\n" for name in ids)
-        os.write(self._file, lines.encode())
+        self._file.append(lines.encode())
         faults.point("ledger.noted")
 
     def offset(self) -> int:
         """Bytes of all that was noted, which are on the disk when this returns."""
-        if self._file is None:
-            return 0
-        os.fsync(self._file)
-        return os.fstat(self._file).st_size
+        return 0 if self._file is None else self._file.sync()
 
     def cut(self, offset: int) -> None:
         """Forgets what came after it. Raises CheckpointError where the file is shorter: it is another run's, or was changed."""
         if self._file is None:
             return
-        if (size := os.fstat(self._file).st_size) < offset:
-            raise CheckpointError(f"{self.path} has {size} bytes, and the checkpoint counts on {offset}: it was changed")
-        os.ftruncate(self._file, offset)
-        os.fsync(self._file)
+        if self._file.size < offset:
+            raise CheckpointError(
+                f"{self.path} has {self._file.size} bytes, and the checkpoint counts on {offset}: it was changed"
+            )
+        self._file.truncate(offset)
 
     def close(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
 

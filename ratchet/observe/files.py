@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from ratchet import faults
+
+log = logging.getLogger(__name__)
 
 
 def sync(path: Path) -> None:
@@ -32,3 +35,76 @@ def replace_text(path: Path, text: str) -> None:
         sync(path.parent)
     finally:
         draft.unlink(missing_ok=True)
+
+
+class AppendFile:
+    """A file that a run only appends to, such as `metrics.jsonl` and `ledger.jsonl`.
+
+    Another program may delete, replace or shorten the file while the run has it open: an editor that
+    saves it does. `append` notices, warns once for each such change, and goes on at the end of the file
+    that is there now, or in a new one. It overwrites nothing, and never follows the path into another
+    directory that has taken the name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`, created if absent. Raises OSError."""
+        self.path = path
+        self._directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        self._descriptor = -1
+        try:
+            self._open()
+        except OSError:
+            os.close(self._directory)
+            raise
+
+    def append(self, content: bytes) -> None:
+        """Append `content` whole or not at all. Raises OSError, for example if the disk is full."""
+        self._notice_changes()
+        try:
+            written = os.write(self._descriptor, content)
+            if written < len(content):  # the disk filled up on the way
+                os.write(self._descriptor, content[written:])
+        except OSError:
+            os.ftruncate(self._descriptor, self.size)
+            raise
+        self.size += len(content)
+
+    def sync(self) -> int:
+        """Flush to the disk itself and return the size in bytes. Raises OSError."""
+        self._notice_changes()
+        os.fsync(self._descriptor)
+        return self.size
+
+    def truncate(self, size: int) -> None:
+        """Forget all bytes after `size`, and flush. Raises OSError."""
+        os.ftruncate(self._descriptor, size)
+        os.fsync(self._descriptor)
+        self.size = size
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        os.close(self._directory)
+
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self._descriptor = os.open(self.path.name, flags, 0o644, dir_fd=self._directory)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def _notice_changes(self) -> None:
+        opened = os.fstat(self._descriptor)
+        try:
+            present = os.stat(self.path.name, dir_fd=self._directory)
+        except FileNotFoundError:
+            present = None
+        if present is not None and os.path.samestat(present, opened) and opened.st_size == self.size:
+            return
+        change = "deleted" if present is None else f"changed from {self.size} to {present.st_size} bytes"
+        outdated = self._descriptor
+        try:
+            self._open()
+        except FileNotFoundError:  # the whole directory is gone, which its `RunDirectory.verify` reports
+            return
+        os.close(outdated)
+        log.warning("%s was %s by another program: lines may be missing, and new ones are appended", self.path, change)
+        if self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n":
+            self.size += os.write(self._descriptor, b"\n")  # the next line stays whole

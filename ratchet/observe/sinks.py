@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ratchet import faults
-from ratchet.observe.files import replace_text
+from ratchet.observe.files import AppendFile, replace_text
 from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
 
@@ -70,7 +70,13 @@ class JsonlSink:
         kept = [row for row in read_jsonl(path) if row["step"] <= keep_through]
         replace_text(path, "".join(_line(row) for row in kept))
         self._last = kept[-1]["step"] if kept else -1
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._file = AppendFile(path)
+        if missing := sorted(set(range(1, keep_through + 1)) - {row["step"] for row in kept}):
+            logger.warning(
+                "%s has no lines for %d of the %d steps before this one (%s): it was changed, or could not be "
+                "written. Training is not affected, charts have gaps",
+                *(path, len(missing), keep_through, _ranges(missing)),
+            )
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Raises ValueError for a step that is not after the last one, or a number that is not finite; OSError."""
@@ -78,19 +84,12 @@ class JsonlSink:
             raise ValueError(f"step {step} after step {self._last}: a step has exactly one line")
         line = _line({"step": step, **metrics}).encode()
         faults.point("metrics.begin")
-        end = os.fstat(self._descriptor).st_size
-        try:
-            written = os.write(self._descriptor, line)
-            if written < len(line):  # the disk filled up on the way
-                os.write(self._descriptor, line[written:])
-        except OSError:
-            os.ftruncate(self._descriptor, end)
-            raise
+        self._file.append(line)
         faults.point("metrics.written")
         self._last = step
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -106,6 +105,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int) and (not rows or row["step"] > rows[-1]["step"]):
             rows.append(row)
     return rows
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Return increasing numbers as `3-5, 9`, at most four ranges."""
+    starts = [step for at, step in enumerate(steps) if not at or steps[at - 1] != step - 1]
+    ends = [step for at, step in enumerate(steps) if at == len(steps) - 1 or steps[at + 1] != step + 1]
+    ranges = [f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True)]
+    return ", ".join(ranges[:4]) + (", ..." if len(ranges) > 4 else "")
 
 
 def _refuse(constant: str) -> float:

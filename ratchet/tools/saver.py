@@ -67,6 +67,8 @@ class Saver:
         training, later (`observe`, `settle`, the next `save`). The last one is there when this returns."""
         self.settle()
         run = self.run
+        if run.verify_directory is not None:
+            run.verify_directory()
         if run.recorder is not None:  # a run that goes on from here finds all its steps
             run.recorder.flush()
         meta = {

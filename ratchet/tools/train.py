@@ -173,6 +173,7 @@ class Session:
     ) -> None:
         self.config, self.directory, self.command, self.profile = config, directory, command, profile
         self.store, self.mirror = store, mirror
+        self._plain = plain(config)
         self.changed_data, self.try_s = changed_data, try_s
         self.console = Console()
         self.summaries: list[StageSummary] = []  # of finished stages
@@ -284,8 +285,9 @@ class Session:
         run.deadline = None if policies.limit_s is None else self.began + policies.limit_s
         run.limit_s = self.try_s
         run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
-        files, recipe = files_of(stage.environment), plain(self.config)
-        saver = Saver(self.store, run, policies, self.summaries, self.command, data=files, recipe=recipe, mirror=self.mirror)
+        data, recipe = files_of(stage.environment), self._plain
+        saver = Saver(self.store, run, policies, self.summaries, self.command, data=data, recipe=recipe, mirror=self.mirror)
+        run.verify_directory = self._verify_directory
         run.evaluations = self.directory.evals / stage.name
         run.save, run.recorder = saver.save, self.recorder
         if checkpoint is not None:
@@ -325,6 +327,9 @@ class Session:
         self.summaries.append(_summary(run))
         return run.roles["policy"]
 
+    def _verify_directory(self) -> None:
+        self.directory.verify(self._plain)
+
     def _note_provenance(self, after_step: int, data: Mapping[str, str]) -> None:
         try:
             note_provenance(self.directory.provenance, after_step=after_step, data=data)
@@ -355,6 +360,7 @@ class Session:
             self.sinks.write(0, flushed)
 
     def _finish(self, policy: Policy, trained: Learner) -> None:
+        self._verify_directory()
         config, models = self.config, [("model", self.directory.path / MODEL)]
         trained.export(models[0][1])
         faults.point("finish.exported")

@@ -1,0 +1,91 @@
+"""A file that is appended to while other programs change it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from ratchet.observe.files import AppendFile
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 4)
+
+
+def save_in_an_editor(path: Path) -> None:
+    draft = path.with_suffix(".swp")
+    draft.write_bytes(path.read_bytes() + b"edited\n")
+    draft.rename(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "content"),
+    [
+        (delete, b"two\nthree\n"),
+        (truncate, b"one1\ntwo\nthree\n"),
+        (save_in_an_editor, b"one1\nedited\ntwo\nthree\n"),
+    ],
+)
+def test_a_changed_file_is_named_once_and_appended_to(change, content, tmp_path, caplog) -> None:
+    file = AppendFile(tmp_path / "a.jsonl")
+    file.append(b"one1\n")
+    change(file.path)
+    with caplog.at_level(logging.WARNING):
+        file.append(b"two\n")
+        file.append(b"three\n")
+    assert file.path.read_bytes() == content
+    assert file.sync() == len(content)
+    assert [record.getMessage().count("a.jsonl was ") for record in caplog.records] == [1]
+    file.close()
+
+
+def test_another_directory_of_the_same_name_is_left_alone(tmp_path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    file = AppendFile(run / "a.jsonl")
+    run.rename(tmp_path / "moved")
+    run.mkdir()
+    (run / "a.jsonl").write_bytes(b"another\n")
+    file.append(b"one\n")
+    assert (run / "a.jsonl").read_bytes() == b"another\n"
+    assert (tmp_path / "moved" / "a.jsonl").read_bytes() == b"one\n"
+    file.close()
+
+
+def test_a_deleted_directory_is_not_made_again(tmp_path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    file = AppendFile(run / "a.jsonl")
+    (run / "a.jsonl").unlink()
+    run.rmdir()
+    file.append(b"one\n")
+    assert not run.exists()
+    file.close()
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path, monkeypatch) -> None:
+    file = AppendFile(tmp_path / "a.jsonl")
+    file.append(b"one\n")
+    write = os.write
+
+    def half(descriptor: int, content: bytes) -> int:
+        if len(content) < 5:
+            raise OSError(errno.ENOSPC, "full")
+        return write(descriptor, content[: len(content) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(OSError, match="full"):
+        file.append(b"twotwo\n")
+    assert file.path.read_bytes() == b"one\n"
+    monkeypatch.undo()
+    file.append(b"three\n")
+    assert file.path.read_bytes() == b"one\nthree\n"
+    file.close()
