@@ -64,6 +64,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "M6": ("a tokenizer with more tokens than the model", "refused with both sizes"),
         "M7": ("a sampler that disagrees with the learner", "the run stops and says which part is why"),
         "M8": ("a generator that was restarted", "it serves only after it got the current weights"),
+        "M9": ("a teacher whose tokenizer rewrites the text", "where texts differ there is no advantage, and it is counted"),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),
