@@ -83,6 +83,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "its process is replaced when they are many, and they end with it",
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
+        "R14": ("an attempt ends at the turn limit behind a whole answer", "a reward model reads the answer's end of turn"),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),
