@@ -65,6 +65,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "M7": ("a sampler that disagrees with the learner", "the run stops and says which part is why"),
         "M8": ("a generator that was restarted", "it serves only after it got the current weights"),
         "M9": ("a teacher whose tokenizer rewrites the text", "where texts differ there is no advantage, and it is counted"),
+        "M10": ("dropout in steps of different sizes", "no two micro-batches, steps or layers share a mask"),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),
