@@ -7,6 +7,9 @@ import unicodedata
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learners.span_cases import FRAGMENTS
 from learners.span_cases import tokenizer as of_kind
 
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
@@ -248,7 +251,7 @@ def test_text_that_the_teacher_rewrites_gives_no_advantage_and_is_counted():
 
 @pytest.mark.parametrize("kind", ["llama", "unigram"])
 def test_an_answer_right_behind_text_keeps_its_first_space(kind):
-    """SentencePiece drops a space at the beginning of a text: the answer is in the middle of one."""
+    """SentencePiece drops a space at the beginning of a text, and this is the middle of one."""
     for student, teaching in ((byte_tokenizer(), of_kind(kind)), (of_kind(kind), byte_tokenizer())):
         teacher, _ = teacher_of(teaching, student)
         prompt, whole = student.encode("12"), student.encode("12 hello 3")
@@ -258,7 +261,7 @@ def test_an_answer_right_behind_text_keeps_its_first_space(kind):
 
 
 def test_a_span_that_nothing_predicts_is_none():
-    """The teacher has no BOS, so that its row begins with the answer: of its first token it says nothing."""
+    """The teacher has no BOS: its row begins with the answer, whose first token nothing predicts."""
     student, teaching = character_tokenizer("ab"), character_tokenizer("ba")
     student.bos_id = student.special_ids["<reserved_0>"]
     del teaching.special_ids["<reserved_0>"]
@@ -266,3 +269,52 @@ def test_a_span_that_nothing_predicts_is_none():
     made = teacher.translate([student.bos_id, *student.encode("ab")], [False, True, True])
     assert made.tokens == teaching.encode("ab")
     assert made.spans == [(range(2, 3), range(1, 2))]
+
+
+LOSSLESS = ["bytes", "gpt2", "llama", "gemma"]
+PLAIN = [fragment for fragment in FRAGMENTS if not set(fragment) & set("▁\ufffd")]
+
+
+@st.composite
+def rows_of_writers(draw):
+    """Draw (a tokenizer, tokens, which are asked about): texts behind one another or an end of turn."""
+    name = draw(st.sampled_from(LOSSLESS))
+    tokens, after = of_kind(name).encode("12"), "text"
+    asked = [False] * len(tokens)
+    for on in draw(st.lists(st.booleans(), max_size=6)):
+        text = "".join(draw(st.lists(st.sampled_from(PLAIN), min_size=1, max_size=4)))
+        more = of_kind(name).encode(text, after=after)
+        after = "text"
+        if draw(st.booleans()):
+            more, after = [*more, of_kind(name).eos_ids[0]], "special"
+        tokens, asked = [*tokens, *more], [*asked, *[on] * len(more)]
+    return name, tokens, asked
+
+
+def segments(kind, tokens):
+    """Return where each stretch between control tokens begins, and its tokens."""
+    start, stretches = 0, []
+    for i, token in enumerate([*tokens, kind.eos_ids[0]]):
+        if token in kind.eos_ids:
+            stretches.append((start, tokens[start:i]))
+            start = i + 1
+    return stretches
+
+
+@settings(max_examples=80)
+@given(row=rows_of_writers(), teacher=st.sampled_from(LOSSLESS))
+def test_rows_of_several_writers_keep_their_text(row, teacher):
+    """The teacher reads the student's text, and each token that is asked about has a span of it."""
+    name, tokens, asked = row
+    student, teaching = of_kind(name), of_kind(teacher)
+    made = AlignedTeacher(None, student, teaching, max_positions=10**6).translate(tokens, asked)  # pyright: ignore
+    mine, theirs = segments(student, tokens), segments(teaching, made.tokens)
+    assert [student.decode(part) for _, part in mine] == [teaching.decode(part) for _, part in theirs]
+    assert [i for span, _ in made.spans for i in span] == [i for i, on in enumerate(asked) if on]
+    assert [i for _, span in made.spans for i in span] == [i for i, on in enumerate(made.asked) if on]
+    for (a, part), (b, other) in zip(mine, theirs, strict=True):
+        for span, span_theirs in made.spans:
+            if a <= span.start < a + len(part):
+                for end, end_theirs in ((span.start, span_theirs.start), (span.stop, span_theirs.stop)):
+                    text = teaching.decode(other[: end_theirs - b])
+                    assert student.decode(part[: end - a]) == text
