@@ -216,13 +216,15 @@ POLICY = int(Owner.POLICY)  # numpy compares with a member of an enumeration as 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One policy turn: tokens [start, end) of its trajectory. `terminated`: the environment ended the episode here."""
+    """One policy turn: tokens [start, end) of its trajectory. `terminated`: the environment ended the episode here. `cut`: a
+    limit of tokens ended the turn, and not the policy, so that it has no end of its own; None: unknown."""
 
     start: int
     end: int
     reward: float | None = None  # None: the environment leaves judging to rewards
     state_key: str = ""
     terminated: bool = False
+    cut: bool | None = None
 
 
 NUMBER = float | Real  # a float is known at once; of anything else the abstract class is asked, ten times as slowly

@@ -64,6 +64,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "M6": ("a tokenizer with more tokens than the model", "refused with both sizes"),
         "M7": ("a sampler that disagrees with the learner", "the run stops and says which part is why"),
         "M8": ("a generator that was restarted", "it serves only after it got the current weights"),
+        "M9": ("a teacher whose tokenizer rewrites the text", "where texts differ there is no advantage, and it is counted"),
+        "M10": ("dropout in steps of different sizes", "no two micro-batches, steps or layers share a mask"),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),
@@ -82,6 +84,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "its process is replaced when they are many, and they end with it",
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
+        "R14": ("an attempt ends at the turn limit behind a whole answer", "a reward model reads the answer's end of turn"),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),

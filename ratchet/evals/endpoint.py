@@ -104,10 +104,10 @@ class EndpointPlayer:
             if play.tools is not None:
                 play.metrics["malformed_tool_calls"] += malformed
             if choice.get("finish_reason") == "length":
-                play.turns.append(Turn(start, end))
+                play.turns.append(Turn(start, end, cut=True))
                 return Truncated()
             step = checked_step(await guarded(lambda said=message: environment.step(said)), environment)
-            play.turns.append(Turn(start, end, step.reward, step.state_key, terminated=step.done))
+            play.turns.append(Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False))
             for name, measured in (step.metrics or {}).items():
                 play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
             if step.done:

@@ -293,12 +293,12 @@ class Player:
         if stray := self.renderer.stray(completion.tokens):
             return True, Failed("data", f"the policy wrote {stray}, which stands for a medium, and there is none")
         if not completion.stop.finished:
-            strand.turns.append(Turn(start, strand.record.length))
+            strand.turns.append(Turn(start, strand.record.length, cut=True))
             return True, Truncated()
         with self._waiting("step", play.environment):
             answer = await guarded(lambda: play.environment.step(message))
         step = checked_step(answer, play.environment)
-        strand.turns.append(Turn(start, strand.record.length, step.reward, step.state_key, step.done))
+        strand.turns.append(Turn(start, strand.record.length, step.reward, step.state_key, step.done, cut=False))
         for name, measured in (step.metrics or {}).items():
             play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
         if not step.done:

@@ -37,6 +37,7 @@ from ratchet.experience.interop.environment import (
 from ratchet.experience.interop.generation import (
     OneAtATime,
     Request,
+    answers_at_once,
     complete,
     complete_batch,
     refuse_media,
@@ -81,14 +82,15 @@ def generate_responses(
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
     """Appends an answer of the policy's to each log of `batch`, in place.
 
-    policy_generation: a `Generator`, one `WithSampling`, or a `GenerationInterface`. generation_input_data: `input_ids` int64
+    policy_generation: a `Generator`, one `WithSampling`, or a `GenerationInterface`, which may have its `generate_async` alone.
+    generation_input_data: `input_ids` int64
     [B, S]; its `stop_strings` become those of `batch`. input_lengths: int64 [B]. Each row draws with a seed made from that of
     the sampling, the version of the weights, its number and the length of its prompt.
 
     Returns the batch, with `truncated` bool [B], what was generated for each row (int64), and metrics.
     """
     requests = _requests(policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy)
-    if takes_batches(policy_generation):
+    if answers_at_once(policy_generation):
         completions = complete_batch(policy_generation, requests, pad_id=_pad_id(tokenizer)) if requests else []
     else:
         completions = _run(complete(policy_generation, requests, pad_id=_pad_id(tokenizer)))
@@ -104,7 +106,7 @@ async def generate_responses_async(
     include_logprobs: bool = True,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
-    """As `generate_responses`; a GenerationInterface is asked by its `generate_async` where it has one."""
+    """As `generate_responses`; a generator of batches is asked by its `generate_async` where it has one."""
     requests = _requests(policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy)
     completions = await complete(policy_generation, requests, pad_id=_pad_id(tokenizer)) if requests else []
     return _with_answers(batch, completions, tokenizer, include_logprobs)
@@ -229,8 +231,10 @@ async def _in_step(
 
     async def play(i: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         generator = player.policy_generation
-        if takes_batches(generator):
+        if answers_at_once(generator):
             generator = _Drawing(meeting, i, draw)
+        elif takes_batches(generator):
+            generator = OneAtATime(generator, pad_id=pad_id)
         ask: Ask = lambda log, metadata: meeting.ask(i, step[row["task_name"]], (log, metadata))  # noqa: E731
         try:
             return await player.play(i, row, generator, ask)

@@ -28,6 +28,7 @@ from ratchet.learners.plan import most_tokens, plan_microbatches, weighing_rows
 from ratchet.learners.residence import Residence
 from ratchet.models.adapters import bit_sum, check_base, fingerprint, save_adapter
 from ratchet.models.heads import ScalarHead, save_head
+from ratchet.models.low_rank import mask_seed
 from ratchet.models.policy import PolicyModel
 
 
@@ -86,8 +87,8 @@ class LocalLearner:
             return await self.score(batch, wanted, top_k=top_k)
 
     def _scored(self, batch: Batch, plan: Sequence[list[int]], wanted: Sequence[str], top_k: int) -> list[Mapping[str, Tensor]]:
-        def score(hand: Forward, rows: list[int]) -> Mapping[str, Tensor]:
-            return hand.score(batch.take(rows), wanted, top_k=top_k)
+        def score(hand: Forward, number: int) -> Mapping[str, Tensor]:
+            return hand.score(batch.take(plan[number]), wanted, top_k=top_k)
 
         return self._shared_out(batch, plan, score)
 
@@ -103,13 +104,13 @@ class LocalLearner:
             return {**metrics, "skipped_empty": 1.0}
         sums = self._accumulate(mini if len(active) == mini.n_sequences else mini.take(active), terms)
         parameters = [parameter for _, parameter in self.hands[0].parameters()]
-        norm = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": norm}
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": float(norm)}
         try:
-            if not pace.sound(norm, metrics["loss"]):
+            if not pace.sound(metrics["grad_norm"], metrics["loss"]):
                 return {**metrics, "skipped_nonfinite": 1.0}
             if pace.config.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, pace.config.max_grad_norm, torch.tensor(norm))
+                nn.utils.clip_grads_with_norm_(parameters, pace.config.max_grad_norm, norm)
             optimizer.step(metrics["lr"])
         finally:
             optimizer.zero_grad()
@@ -130,10 +131,13 @@ class LocalLearner:
         sums: dict[str, Tensor] = {}
         taken = 0 if self.pace is None else self.pace.taken
 
-        def learn(hand: Forward, rows: list[int]) -> Mapping[str, Tensor]:
-            return hand.learn(mini.take(rows), terms, seed=taken * mini.n_sequences + rows[0])
+        plan = self._plan(mini)
 
-        for found in self._shared_out(mini, self._plan(mini), learn):
+        def learn(hand: Forward, number: int) -> Mapping[str, Tensor]:
+            # As ranks seed what their adapters drop: by the step and the micro-batch's number in it.
+            return hand.learn(mini.take(plan[number]), terms, seed=mask_seed(taken, number))
+
+        for found in self._shared_out(mini, plan, learn):
             for key, value in found.items():
                 sums[key] = sums.get(key, 0.0) + value
         for hand in self.hands[1:]:
@@ -141,14 +145,14 @@ class LocalLearner:
         return sums
 
     def _shared_out(
-        self, batch: Batch, plan: Sequence[list[int]], work: Callable[[Forward, list[int]], Mapping[str, Tensor]]
+        self, batch: Batch, plan: Sequence[list[int]], work: Callable[[Forward, int], Mapping[str, Tensor]]
     ) -> list[Mapping[str, Tensor]]:
-        """What comes of each micro-batch, in order."""
+        """Return what comes of each micro-batch, in order. work: takes a micro-batch's number in the plan."""
         lengths = batch.lengths_S.tolist()
         shares = dealt([sum(lengths[row] for row in rows) for rows in plan], self.crew.size)
 
         def some(hand: Forward, share: list[int]) -> list[Mapping[str, Tensor]]:
-            return [work(hand, plan[i]) for i in share]
+            return [work(hand, number) for number in share]
 
         done = self.crew.run([partial(some, hand, share) for hand, share in zip(self.hands, shares, strict=True)])
         found = {i: part for share, parts in zip(shares, done, strict=True) for i, part in zip(share, parts, strict=True)}

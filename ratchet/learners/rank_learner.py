@@ -22,6 +22,7 @@ from ratchet.learners.forward import Forward
 from ratchet.learners.pace import Pace
 from ratchet.learners.topology import Topology
 from ratchet.models.collectives import Group, sum_forward
+from ratchet.models.low_rank import mask_seed
 from ratchet.models.spread import SpreadPolicy
 
 
@@ -116,9 +117,9 @@ class RankLearner(ABC):
         return dict(zip(names, (totals / self.topology.context).tolist(), strict=True))
 
     def _seed(self, number: int) -> int:
-        """Of what adapters drop in a micro-batch."""
+        """Return the seed of what adapters drop in a micro-batch of this rank, by its number among those of all ranks."""
         taken = 0 if self.pace is None else self.pace.taken
-        return ((taken << 20) + number) * self.topology.data + self.topology.data_rank(self.at)
+        return mask_seed(taken, number * self.topology.data + self.topology.data_rank(self.at))
 
     @abstractmethod
     def _score(self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[Mapping[str, Tensor]]:

@@ -102,7 +102,8 @@ class Record:
         which is quick however many tokens there are. Raises DataError for a file that can't be read."""
         wanted = None if steps is None else frozenset(steps)
         fields = pa.schema([SCHEMA.field(name) for name in columns])
-        return pa.concat_tables([fields.empty_table(), *self._parts(list(columns), wanted)])
+        # Permissive: a struct of an older file may lack a field, which is null then.
+        return pa.concat_tables([fields.empty_table(), *self._parts(list(columns), wanted)], promote_options="permissive")
 
     def _parts(self, columns: list[str], wanted: frozenset[int] | None) -> Iterator[pa.Table]:
         for file in self.files:

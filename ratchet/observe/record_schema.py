@@ -17,6 +17,7 @@ TURN = pa.struct([
     pa.field("reward", pa.float64()),
     pa.field("state_key", pa.string()),
     pa.field("terminated", pa.bool_()),
+    pa.field("cut", pa.bool_()),  # null in files of version 1 that lack it
 ])  # fmt: skip
 PLACED = pa.struct([
     pa.field("start", pa.int32()),

@@ -323,6 +323,7 @@ def _turns(ours: Sequence[Trajectory]) -> pa.Array:
         reward=[turn.reward for turn in turns],
         state_key=[turn.state_key for turn in turns],
         terminated=[turn.terminated for turn in turns],
+        cut=[turn.cut for turn in turns],
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.errors import DataError, ModelError
+from ratchet.rewards.base import is_cut_short
 from ratchet.rewards.config import RewardModelConfig
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:  # rewards load no torch when they are imported
 
 class RewardModel:
     """Judges text: the conversation is rendered with the model's own template and tokenizer, as the rows were that it was
-    trained on, whatever the policy's are. An answer that was cut off is scored as it stands, without an end of turn."""
+    trained on, whatever the policy's are. An answer that a limit of tokens cut off is scored as it stands, without an end of
+    turn; one that the policy ended has it, whatever ended the attempt."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         """Raises ModelError where the directory holds no model with a scalar head."""
@@ -61,8 +63,8 @@ class RewardModel:
         if last < 0:
             raise DataError("the trajectory has no assistant message to judge")
         tokens, _ = self._renderer.supervised(trajectory.messages[: last + 1], train="last")
-        if isinstance(trajectory.outcome, Truncated):
-            tokens = tokens[:-1]
+        if is_cut_short(trajectory):
+            tokens = tokens[:-1]  # the end of a turn that has none
         if len(tokens) > self._model.max_positions:
             raise DataError(f"the conversation has {len(tokens)} tokens, the reward model reads {self._model.max_positions}")
         return tokens

@@ -24,9 +24,11 @@ from ratchet.experience.manager import RolloutManager
 from ratchet.experience.proxy.server import Proxy
 from ratchet.experience.proxy.session import Session
 from ratchet.interfaces import Environment, Reward
+from ratchet.rewards.base import is_cut_short
 from ratchet.rewards.compose import composed
 from ratchet.rewards.config import EndpointConfig
 from ratchet.rewards.http import Endpoint, EndpointError
+from ratchet.testing.fakes import FakeEnvironment
 from ratchet.types import Message, Sampling, Task, ToolCall
 
 TASKS = [Task(f"t/{i}", (Message("user", f"{i}?"),), answer=str(i), tag="t") for i in range(3)]
@@ -95,6 +97,13 @@ def test_what_breaks_is_a_failure_and_no_prompt_is_dropped():
     details = [prompt.greedy.detail for prompt in found.prompts if prompt.greedy]
     for detail, part in zip(details, ("503", "withheld", "without a message", "400"), strict=False):
         assert part in detail
+
+
+@pytest.mark.parametrize(("reason", "cut"), [("length", True), ("stop", False)])
+def test_a_turn_says_if_its_answer_was_cut(reason: str, cut: bool):
+    with serve(lambda body, _: said("0", reason)) as fake:
+        (row,) = asyncio.run(player(f"{fake.url}/v1").play(TASKS[0], FakeEnvironment(), Sampling(), attempt=0))
+    assert is_cut_short(row) is cut
 
 
 @pytest.mark.parametrize("status", [401, 404])

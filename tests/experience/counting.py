@@ -97,6 +97,16 @@ class BatchedAsync(Batched):
             yield row, self.generate(data.slice(row, row + 1), greedy)
 
 
+class AsyncAlone:
+    """A generator of batches without `generate`."""
+
+    def __init__(self, script):
+        self.inner = BatchedAsync(script)
+
+    def generate_async(self, data, greedy=False):
+        return self.inner.generate_async(data, greedy)
+
+
 def batch_of(*infos, stop=None):
     """A row an info; its task is "count" unless the info says otherwise."""
     return collate([

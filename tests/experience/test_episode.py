@@ -6,6 +6,7 @@ import pytest
 
 from ratchet.experience.episode import Player
 from ratchet.interfaces import Step
+from ratchet.rewards.base import is_cut_short
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextAlone
 from ratchet.types import Cancelled, Completion, Failed, Message, Owner, Sampling, StopReason, Task, Truncated
 
@@ -84,6 +85,19 @@ def test_turn_and_context_budgets_truncate():
     assert trajectory.outcome == Truncated()
     assert len(trajectory) == 12
     assert generator.requests[-1][1].max_new_tokens == 2  # the last turn was cut to the room left
+
+
+def test_an_answer_is_cut_by_tokens_and_not_by_turns():
+    """Every one of these attempts but the last was truncated; only the first lost the end of its answer."""
+    on = FakeEnvironment(lambda task, message: Step((Message("user", "7"),)))
+    whole = FakeGenerator(lambda tokens, sampling: [1, EOS])
+    by_tokens = play(FakeGenerator(lambda tokens, sampling: [1] * 9), on)
+    by_turns, by_room = play(whole, on, max_turns=2), play(whole, on, max_context=9)
+    ended = play(whole, FakeEnvironment())
+    rows = (by_tokens, by_turns, by_room, ended)
+    assert [row.truncated for row in rows] == [True, True, True, False]
+    assert [is_cut_short(row) for row in rows] == [True, False, False, False]
+    assert [[turn.cut for turn in row.turns] for row in rows] == [[True], [False] * 2, [False] * 2, [False]]
 
 
 @pytest.mark.fault("D5")

@@ -7,9 +7,9 @@ import inspect
 
 import pytest
 import torch
-from experience.counting import EOS, TOKENIZER, Batched, BatchedAsync, Counting, batch_of, by_seed, flat, ids
+from experience.counting import EOS, TOKENIZER, AsyncAlone, Batched, BatchedAsync, Counting, batch_of, by_seed, flat, ids
 
-from ratchet.errors import DataError
+from ratchet.errors import ConfigError, DataError
 from ratchet.experience import rollouts
 from ratchet.experience.interop import BatchedDataDict, DatumSpec, EnvironmentReturn
 from ratchet.experience.rollouts import (
@@ -35,7 +35,7 @@ def turn_of(batch):
     return BatchedDataDict({"input_ids": inputs, "input_lengths": lengths}), lengths
 
 
-@pytest.mark.parametrize("shape", [FakeGenerator, Batched, BatchedAsync])
+@pytest.mark.parametrize("shape", [FakeGenerator, Batched, BatchedAsync, AsyncAlone])
 def test_single_turns_agree_and_append_in_place(shape):
     found = []
     for generate in (generate_responses, lambda *args: asyncio.run(generate_responses_async(*args))):
@@ -190,3 +190,20 @@ def test_what_rows_and_returns_hold_is_agreed():
     assert EnvironmentReturn._fields == fields
     methods = ("from_batches", "slice", "select", "repeat_interleave", "reorder", "shard_by_batch_size", "to", "size")
     assert all(hasattr(BatchedDataDict, name) for name in methods)
+
+
+@pytest.mark.parametrize("shape", [FakeGenerator, Batched, BatchedAsync, AsyncAlone])
+def test_a_turn_of_one_log_works_for_every_generator(shape):
+    (log,) = batch_of({})["message_log"]
+    call = async_generate_response_for_sample_turn(shape(by_seed), log, None, TOKENIZER, 64)
+    answered, generated, _, _ = asyncio.run(call)
+    assert answered[-1]["token_ids"].tolist() == generated.tolist()
+    assert len(generated) > 0
+
+
+def test_a_generator_without_either_method_is_refused():
+    data, lengths = turn_of(batch_of({}))
+    with pytest.raises(ConfigError, match="policy_generation=object has neither `generate` nor `generate_async`"):
+        generate_responses(object(), data, batch_of({}), TOKENIZER, lengths)
+    with pytest.raises(ConfigError, match="neither"):
+        run_multi_turn_rollout(object(), batch_of({}), TOKENIZER, {"count": Counting()}, max_seq_len=30)

@@ -7,7 +7,20 @@ import math
 
 import pytest
 import torch
-from experience.counting import EOS, TOKENIZER, Batched, BatchedAsync, Counting, batch_of, by_seed, causes, flat, ids, mixed
+from experience.counting import (
+    EOS,
+    TOKENIZER,
+    AsyncAlone,
+    Batched,
+    BatchedAsync,
+    Counting,
+    batch_of,
+    by_seed,
+    causes,
+    flat,
+    ids,
+    mixed,
+)
 from transformers import PreTrainedTokenizerFast
 
 from ratchet.errors import DataError
@@ -21,7 +34,7 @@ BOTH = [run_multi_turn_rollout, run_async_multi_turn_rollout]
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("shape", [FakeGenerator, Batched, BatchedAsync])
+@pytest.mark.parametrize("shape", [FakeGenerator, Batched, BatchedAsync, AsyncAlone])
 def test_sync_and_async_agree_on_everything(shape, seed):
     found = []
     for rollout in BOTH:

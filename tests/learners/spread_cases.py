@@ -79,12 +79,11 @@ def first(shape, dtype, adapter=None):
     return policy, ScalarHead(policy.hidden_size).to(dtype).init_weights(4, std=0.3)
 
 
-def alone(shape, steps, dtype=torch.float64, autocast=False, adapter=None):
+def alone(shape, steps, dtype=torch.float64, autocast=False, adapter=None, workers=1):
     """What one process makes of it: (metrics by step, weights, columns of the last batch)."""
     policy, head = first(shape, dtype, adapter)
-    learner = LocalLearner(
-        LocalConfig(micro_batch_tokens=40), policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast
-    )
+    config = LocalConfig(micro_batch_tokens=40, workers=workers)
+    learner = LocalLearner(config, policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast)
     metrics = []
     for step in range(steps):
         batch, terms = weighed(step)

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.config.advantages import GroupRelative
@@ -406,3 +407,29 @@ def test_gradients_reach_the_head_and_the_body(name):
 
 def squared_gap(out, batch):
     return (out.need("token_scores") - batch.need("returns")).square() / 2, {}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_clipped_steps_are_torchs_own_in_float64(kind):
+    """A norm that is rounded to float32 would be off by 1e-8."""
+    options = OptimizerConfig(lr=1e-2, max_grad_norm=0.05, weight_decay=0.1)
+    made, reference = learner(optimizer=options), learner(optimizer=options)
+    named = list(reference.hands[0].parameters())
+    decayed = [[p for _, p in named if p.dim() >= 2], [p for _, p in named if p.dim() < 2]]
+    sets = [{"params": ps, "weight_decay": decay} for ps, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    theirs = torch.optim.AdamW(sets, lr=1e-2, betas=options.betas, eps=options.eps, fused=True)
+    batch, terms = prepared(ALGORITHMS[kind])
+    for _ in range(4):
+        gradients, _ = reference.gradient(batch.take(weighing_rows(batch, terms)), terms)
+        for (_, parameter), gradient in zip(named, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        norm = nn.utils.clip_grad_norm_([p for _, p in named], 0.05)
+        metrics = asyncio.run(made.update(batch, terms))
+        for group in theirs.param_groups:
+            group["lr"] = metrics["lr"]
+        theirs.step()
+        theirs.zero_grad()
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-14, abs=0)
+        assert metrics["grad_norm"] > 0.05
+        for (name, ours), (_, other) in zip(made.hands[0].parameters(), named, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-15, atol=1e-15, msg=name)

@@ -18,6 +18,7 @@ from ratchet.data.packing import pack
 from ratchet.errors import CheckpointError
 from ratchet.learners.base_view import BaseView
 from ratchet.learners.config import LocalConfig
+from ratchet.learners.forward import Forward
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
@@ -186,3 +187,17 @@ def test_another_stage_begins_with_what_the_one_before_has_learned():
 
 def replace_rank(lora, rank):
     return lora.model_copy(update={"rank": rank})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_two_micro_batches_drop_the_same(workers, monkeypatch):
+    """Steps of 15, 4, 6 and 3 rows: neither the step's size nor the row decides what is dropped."""
+    seeds, plain = [], Forward.learn
+    monkeypatch.setattr(Forward, "learn", lambda self, *args, seed: seeds.append(seed) or plain(self, *args, seed=seed))
+    lora = LORA.model_copy(update={"dropout": 0.3})
+    made = learner(lora=lora, config=LocalConfig(workers=workers, micro_batch_tokens=8))
+    batch, terms = prepared(ALGORITHMS["sft"])
+    for rows in (15, 4, 6, 3):
+        asyncio.run(made.update(batch.take(range(rows)), terms))
+    assert len(seeds) > 8
+    assert len(set(seeds)) == len(seeds)

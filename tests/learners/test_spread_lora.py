@@ -42,6 +42,14 @@ def test_ranks_train_the_adapter_that_one_process_does(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_drop_what_as_many_workers_do():
+    """Both name what is dropped by the step and the micro-batch, and two ranks have the micro-batches of two workers."""
+    adapter = Adapter(LoRAConfig(rank=2, alpha=4.0, dropout=0.4), seed=5)
+    results = run_ranks(2, "learners.spread_cases:spread", {"shards": 2}, SHAPE, STEPS, {}, torch.float64, None, False, adapter)
+    check_alike(results, {"shards": 2}, alone(SHAPE, STEPS, adapter=adapter, workers=2), rtol=1e-11)
+
+
+@pytest.mark.slow
 def test_float32_agrees_to_rounding():
     results = run_ranks(2, "learners.spread_cases:spread", {"tensor": 2}, SHAPE, STEPS, {}, torch.float32, None, False, ADAPTER)
     check_alike(results, {"tensor": 2}, alone(SHAPE, STEPS, torch.float32, adapter=ADAPTER), rtol=1e-5)

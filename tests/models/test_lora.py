@@ -11,7 +11,7 @@ from ratchet.models.adapters import load_adapter, save_adapter
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora import Adapter, size_of
-from ratchet.models.low_rank import dropping
+from ratchet.models.low_rank import SeededDropout, dropping, mask_seed
 
 SHAPE = DecoderConfig(29, 16, 2, 4, 2, 8, 24, init_std=0.3)
 TOKENS = torch.tensor([1, 5, 9, 2, 28, 7, 7])
@@ -159,6 +159,20 @@ def test_dropout_is_a_function_of_its_seed():
     assert not torch.equal(first, plain)
     assert not torch.equal(first, other)
     assert torch.equal(logits(policy), plain)
+
+
+@pytest.mark.fault("M10")
+def test_masks_of_steps_micro_batches_and_places_differ():
+    """Step 4,096 too: torch's generator on a CPU reads 32 bits of a seed."""
+    steps = [0, 1, 2, 3, 255, 256, 4095, 4096, 8192, 1_000_003]
+    masks, x = set(), torch.ones(64, 2)
+    for step in steps:
+        for number in range(16):
+            for place in range(6):
+                dropout = SeededDropout(0.5, place)
+                dropout.seed = mask_seed(step, number)
+                masks.add(bytes((dropout(x) > 0).flatten().tolist()))
+    assert len(masks) == len(steps) * 16 * 6
 
 
 def test_unknown_maps_and_experts_are_refused(tmp_path):

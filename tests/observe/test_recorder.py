@@ -5,6 +5,7 @@ from base64 import b64encode
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -44,7 +45,7 @@ def some_groups() -> list[Group]:
         Message("assistant", "half \ud83d a character", (ToolCall("c1", "search", {"query": "ü", "n": 2}),)),
         Message("tool", "found", tool_call_id="c1"),
     )
-    turns = (Turn(2, 3, 0.1, "s", False), Turn(4, 5, None, "", True))
+    turns = (Turn(2, 3, 0.1, "s", False, cut=True), Turn(4, 5, None, "", True))
     first = replace(
         make_trajectory([1, 2], [3, 4, 5], reward=0.1, logprobs=[-0.1, -0.2, -1e-8], version=3),
         turns=turns,
@@ -191,6 +192,18 @@ def test_a_record_of_before_a_column_has_what_was_true_then(tmp_path):
     pq.write_table(pq.read_table(file).drop_columns(["reward"]), file)
     with pytest.raises(DataError, match=r"parquet can't be read: .*reward"):
         whole.table()
+
+
+def test_a_record_of_before_a_turns_field_lacks_it_alone(tmp_path):
+    whole = record(tmp_path, [1])
+    (file,) = tmp_path.glob("*.parquet")
+    before = pq.read_table(file)
+    turns = [[{k: v for k, v in turn.items() if k != "cut"} for turn in row] for row in before["turns"].to_pylist()]
+    fields = [field for field in before.schema.field("turns").type.value_type if field.name != "cut"]
+    older = pa.array(turns, pa.list_(pa.struct(fields)))
+    pq.write_table(before.set_column(before.schema.get_field_index("turns"), "turns", older), file)
+    read = whole.table(["turns", "step"])["turns"].to_pylist()
+    assert read == [[{**turn, "cut": None} for turn in row] for row in turns]
 
 
 def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_path):

@@ -12,12 +12,15 @@ from ratchet.config.kinds import construct, resolve
 from ratchet.data.builtin_tokenizers import byte_tokenizer, character_tokenizer
 from ratchet.data.renderer import Renderer
 from ratchet.errors import ModelError
+from ratchet.experience.episode import Player
+from ratchet.interfaces import Step
 from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
 from ratchet.testing import answered, check_reward
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
 from ratchet.tools.train import start_run
-from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
+from ratchet.types import Cancelled, Failed, Message, Sampling, Scored, Task, Truncated
 
 TASK = Task("t/0", (Message("user", "31="),), answer="13")
 SHAPE = {"hidden_size": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "intermediate_size": 32, "max_positions": 64}
@@ -58,6 +61,29 @@ def test_the_score_is_the_heads_at_the_end_of_the_conversation_in_the_models_own
     (cut,) = scores(reward, "13é", ended=Truncated(None))
     assert isinstance(cut, Truncated)
     assert cut.reward == pytest.approx(by_hand(tokens[:-1]), abs=1e-5)
+
+
+@pytest.mark.fault("R14")
+def test_an_answer_before_the_turn_limit_keeps_its_end(tmp_path):
+    """Whether the end of turn is there is what the model wrote, not how the attempt ended."""
+    tokenizer = byte_tokenizer()
+    exported(tmp_path, tokenizer)
+    reward, renderer = made(tmp_path, template="turns"), Renderer(tokenizer, "turns")
+    goes_on = FakeEnvironment(lambda task, message: Step((Message("user", "7"),)))
+    player = Player(FakeGenerator(lambda tokens, sampling: [*answer, renderer.stop_ids[0]]), renderer, 64, max_turns=1)
+
+    def judged(max_new_tokens):
+        sampling = Sampling(max_new_tokens=max_new_tokens, stop_ids=renderer.stop_ids)
+        (row,) = asyncio.run(player.play(TASK, goes_on, sampling, attempt=0))
+        assert row.truncated
+        (outcome,) = asyncio.run(reward.score([row], TASK))
+        return outcome.reward
+
+    answer = tokenizer.encode("13")
+    (whole,), (cut,) = scores(reward, "13"), scores(reward, "13", ended=Truncated(None))
+    assert judged(3) == pytest.approx(whole.reward, abs=1e-6)
+    assert judged(2) == pytest.approx(cut.reward, abs=1e-6)
+    assert whole.reward != pytest.approx(cut.reward, abs=1e-3)
 
 
 def test_batches_change_no_score_and_the_contract_holds(tmp_path):

@@ -65,8 +65,22 @@ def sampling_of(policy_generation: Any, stop_ids: Sequence[int], *, max_new_toke
 
 
 def takes_batches(policy_generation: Any) -> bool:
-    """Whether its `generate` is that of `GenerationInterface`, and no coroutine."""
-    return not inspect.iscoroutinefunction(policy_generation.generate)
+    """True if the generator takes batches (`GenerationInterface`, or its `generate_async` alone), not tokens.
+
+    Raises ConfigError for an object that has neither `generate` nor `generate_async`.
+    """
+    generate = getattr(policy_generation, "generate", None)
+    if generate is None and not hasattr(policy_generation, "generate_async"):
+        raise ConfigError(
+            f"policy_generation={type(policy_generation).__name__} has neither `generate` nor `generate_async`. "
+            "Give a generator of Ratchet's, or one with the methods of GenerationInterface"
+        )
+    return generate is None or not inspect.iscoroutinefunction(generate)
+
+
+def answers_at_once(policy_generation: Any) -> bool:
+    """True if the generator answers a whole batch in one call, without a running event loop."""
+    return takes_batches(policy_generation) and hasattr(policy_generation, "generate")
 
 
 class OneAtATime:

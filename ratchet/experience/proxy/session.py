@@ -125,7 +125,8 @@ class Session:
             strand.record.add(Owner.PROMPT, answer.prompt)
         start = strand.record.length
         strand.record.add(Owner.POLICY, answer.completion.tokens, answer.completion)
-        strand.turns.append(Turn(start, strand.record.length))
+        cut = not answer.completion.stop.finished
+        strand.turns.append(Turn(start, strand.record.length, cut=cut))
         strand.tip, answer.strand = answer, strand
         self.strands.append(strand)
         self._answers[answer.key].append(answer)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from experience.proxy.talk import CALLS, EOS, RENDERER, TOOLS, Scripted, converse, only, said, serving
 
+from ratchet.rewards.base import is_cut_short
 from ratchet.types import Owner
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -82,6 +83,8 @@ def test_limits_and_stop_strings_of_a_request():
             question = [{"role": "user", "content": "hi"}]
             _, short = await said(client, question, max_tokens=3, stop=["x"])
             assert not session.last.cut, "the agent's own limit is no budget of the run"
+            (row,) = session.trajectories(0, None, {})
+            assert is_cut_short(row), "but it took the end off the answer"
             _, cut = await said(client, question, max_completion_tokens=99, stop="y", seed=1)
             assert session.last.cut
         return short, cut, [sampling for _, sampling in generator.requests]
