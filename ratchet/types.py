@@ -216,8 +216,8 @@ POLICY = int(Owner.POLICY)  # numpy compares with a member of an enumeration as 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One policy turn: tokens [start, end) of its trajectory. `terminated`: the environment ended the episode here. `cut`: a
-    limit of tokens ended the turn, and not the policy, so that it has no end of its own; None: unknown."""
+    """One policy turn: tokens [start, end) of its trajectory. `terminated`: the environment ended the
+    episode here. `cut`: a limit of tokens ended the turn, and not the policy; None: unknown."""
 
     start: int
     end: int

@@ -37,7 +37,8 @@ class SeededDropout(nn.Module):
 def mask_seed(*names: int) -> int:
     """Return the seed of what is dropped, in [0, 2**63), by the numbers that name it.
 
-    A hash: products and sums of the numbers would meet, and torch's generator on a CPU reads the lowest 32 bits alone.
+    It is a hash, as products and sums of the numbers would meet, and torch's generator on a CPU reads
+    the lowest 32 bits alone.
     """
     digest = blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

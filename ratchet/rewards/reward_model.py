@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # rewards load no torch when they are imported
 
 class RewardModel:
     """Judges text: the conversation is rendered with the model's own template and tokenizer, as the rows were that it was
-    trained on, whatever the policy's are. An answer that a limit of tokens cut off is scored as it stands, without an end of
-    turn; one that the policy ended has it, whatever ended the attempt."""
+    trained on, whatever the policy's are. An answer that a limit of tokens cut off is scored without an end
+    of turn; one that the policy ended has it, whatever ended the attempt."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         """Raises ModelError where the directory holds no model with a scalar head."""

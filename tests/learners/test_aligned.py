@@ -237,7 +237,7 @@ def test_accents_that_the_teacher_composes_shift_no_advantage():
     assert at == batch.n_tokens
 
 
-def test_text_that_the_teacher_rewrites_gives_no_advantage_and_is_counted():
+def test_text_that_the_teacher_rewrites_is_left_out_and_counted():
     student = byte_tokenizer()
     teacher, _ = teacher_of(of_kind("lower"), student)
     batch = packed(row(student, "say: ", "AB12", ends=False))
