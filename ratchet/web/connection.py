@@ -138,6 +138,10 @@ class GuardedProtocol(H11Protocol):
             self._wait(self._limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
+        # The request that this ends is over for the application too.
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         # Where an answer has begun, h11 allows no second one.
         try:
             super().send_400_response(msg)
