@@ -60,9 +60,7 @@ async def _serve(target: Path, listener: socket.socket, key: str, sampling: Samp
     policy = open_target(target).policy  # in the event loop: a generator may keep tasks in it
     served = Served(policy, sampling)
     names = None if key else tuple(dict.fromkeys((*LOOPBACK, listener.getsockname()[0])))
-    app = chat_app(
-        lambda given: served if not key or hmac.compare_digest(given.encode(), key.encode()) else None, names=names
-    )
+    app = chat_app(lambda given: served if not key or hmac.compare_digest(given.encode(), key.encode()) else None, names=names)
     server, signals = Server(app, listener, access_log=True), list[int]()
 
     def end(number: int) -> None:

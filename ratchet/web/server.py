@@ -36,7 +36,7 @@ class Server:
         self.limits, self.accepted, self.refused = limits, 0, 0
         self._listener, self._state, self._stopping = listener, ServerState(), asyncio.Event()
         self._connections = Connections(min(limits.connections, descriptors() // 2))
-        logging_config: Any = {"log_config": None, "access_log": False}
+        logs: dict[str, Any] = {"log_level": "info"} if access_log else {"log_config": None, "access_log": False}
         self._config = uvicorn.Config(
             app,
             http="h11",
@@ -45,7 +45,7 @@ class Server:
             proxy_headers=False,
             h11_max_incomplete_event_size=limits.head_bytes,
             timeout_keep_alive=int(limits.head_s) + 1,
-            **({"log_level": "info"} if access_log else logging_config),
+            **logs,
         )
 
     @property

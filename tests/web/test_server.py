@@ -95,7 +95,9 @@ async def ended(reader: asyncio.StreamReader) -> bool:
 
 @pytest.mark.fault("S13")
 @pytest.mark.parametrize(
-    "data", [b"", b"GET / HTT", GET, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"], ids=["silent", "half", "idle", "body"]
+    "data",
+    [b"", b"GET / HTT", GET, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"],
+    ids=["silent", "half", "idle", "body"],
 )
 def test_a_connection_that_sends_nothing_is_closed(data: bytes) -> None:
     async def scene() -> bytes:

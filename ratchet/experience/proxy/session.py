@@ -201,7 +201,7 @@ class Session:
         most = SHRINKAGE * self.renderer.tokenizer.longest * self.max_context
         if characters > most:
             raise self._too_long(
-                f"the messages have {characters} characters, and a context of {self.max_context} tokens holds no more than {most}"
+                f"the messages have {characters} characters, and a context of {self.max_context} tokens holds at most {most}"
             )
 
     def _too_long(self, what: str) -> ApiError:
@@ -248,8 +248,8 @@ class Session:
         turns = sum(message.role == "assistant" for message in messages)
         if turns * len(messages) > MOST_RENDERED:
             raise DataError(
-                f"{len(messages)} messages, {turns} of them the assistant's, are too many for a conversation that goes on from no "
-                f"answer given here: their product is {MOST_RENDERED} at most. Send fewer"
+                f"{len(messages)} messages, {turns} of them the assistant's, are too many for a conversation that extends no "
+                f"answer of this attempt: their product is {MOST_RENDERED} at most. Send fewer"
             )
         return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
 

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -139,10 +140,8 @@ def serve_forever(root: Path, port: int, *, say: Callable[[str], object]) -> Non
     """Serve until Ctrl-C. Raises RunDirectoryError where `root` is no directory, PortBusy."""
     app, listener = pages(root), bind(port)
     say(f"http://{HOST}:{listener.getsockname()[1]}/  shows the runs in {root}; Ctrl-C ends it")
-    try:
+    with suppress(KeyboardInterrupt):
         asyncio.run(_serve(app, listener))
-    except KeyboardInterrupt:
-        pass
 
 
 async def _serve(app: Guard, listener: socket.socket) -> None:

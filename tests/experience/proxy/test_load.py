@@ -154,7 +154,10 @@ def test_a_long_text_that_fits_is_answered() -> None:
     assert asyncio.run(scene()) == "a"
 
 
-NO_CALLS = "{%- for message in messages -%}{{- message.content -}}{%- endfor -%}{{- '' if add_generation_prompt else eos_token -}}"
+NO_CALLS = """\
+{%- for message in messages -%}{{- message.content -}}{%- endfor -%}
+{{- "" if add_generation_prompt else eos_token -}}
+"""
 
 
 @pytest.mark.parametrize("stream", [False, True])
