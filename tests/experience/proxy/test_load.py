@@ -43,7 +43,8 @@ def test_rendering_holds_up_no_other_request() -> None:
     async def scene() -> tuple[bool, str | None]:
         renderer = Held(byte_tokenizer(), TEMPLATE)
         async with serving(Scripted(["a"]), renderer=renderer) as (_, client):
-            asking = asyncio.create_task(said(client, HI))
+            # A client that tries again would hide a first attempt that failed.
+            asking = asyncio.create_task(said(client.with_options(max_retries=0), HI))
             while not renderer.calls:
                 await asyncio.sleep(0)
             listed = await client.models.list()
