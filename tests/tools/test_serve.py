@@ -98,7 +98,7 @@ def test_what_is_out_of_range_is_refused(model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_a_crowd_leaves_nothing_behind(model: Path) -> None:
     """300 silent connections, 300 clients that leave in the middle and 200 that stay: those are answered, and afterwards the
     process has the descriptors it had, and has written no traceback."""

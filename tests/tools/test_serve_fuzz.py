@@ -118,7 +118,7 @@ def model(running: tuple[asyncio.Runner, Any], caplog: pytest.LogCaptureFixture)
 QUICK = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 @QUICK
 @given(body=bodies)
 def test_no_request_is_a_fault_of_the_server(model: Caller, body: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def test_no_request_is_a_fault_of_the_server(model: Caller, body: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 @settings(QUICK, max_examples=500)
 @given(body=bodies)
 def test_no_request_of_many_is_a_fault(model: Caller, body: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def test_no_request_of_many_is_a_fault(model: Caller, body: dict[str, Any]) -> N
 ODD_BYTES = [b"[" * 10**5, b'{"a":' * 10**4, b'"' + b"\\" * 999, b"9" * 5000]
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 @QUICK
 @given(content=st.one_of(st.binary(max_size=40), st.sampled_from(ODD_BYTES)))
 def test_no_bytes_are_a_fault_of_the_server(model: Caller, content: bytes) -> None:
@@ -158,7 +158,7 @@ paths = st.one_of(
 )
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 @QUICK
 @given(method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "X"]), path=paths)
 def test_no_path_is_a_fault_of_the_server(model: Caller, method: str, path: str) -> None:
@@ -166,7 +166,7 @@ def test_no_path_is_a_fault_of_the_server(model: Caller, method: str, path: str)
     assert answer.status_code in (200, 400, 404, 405, 307), (method, path)
 
 
-@pytest.mark.fault("S14")
+@pytest.mark.fault("S16")
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}])
 def test_a_page_of_another_site_cannot_ask(model: Caller, headers: dict[str, str]) -> None:
     """By DNS rebinding it would name its own host; a simple POST names its own origin."""
@@ -176,7 +176,7 @@ def test_a_page_of_another_site_cannot_ask(model: Caller, headers: dict[str, str
     assert model.ask("POST", "/v1/chat/completions", content, {**kind, "origin": "http://localhost:3000"}).status_code == 200
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 @QUICK
 @given(
     path=st.sampled_from(["run", "runs", "rollouts", "details", "media", "search", "x"]),

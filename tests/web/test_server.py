@@ -66,7 +66,7 @@ async def ask(server: Server, data: bytes = GET) -> bytes:
     return answer
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\nhost:"], ids=["silent", "half a head"])
 def test_an_honest_client_gets_in_beside_silent_ones(data: bytes) -> None:
     async def scene() -> tuple[bytes, int]:
@@ -93,7 +93,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
         return False
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 @pytest.mark.parametrize(
     "data",
     [b"", b"GET / HTT", GET, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"],
@@ -111,7 +111,7 @@ def test_a_connection_that_sends_nothing_is_closed(data: bytes) -> None:
     assert asyncio.run(scene())[-5:] in (b"", b"hello")
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_requests_that_are_answered_keep_their_place() -> None:
     async def scene() -> list[bytes]:
         app = App()
@@ -128,7 +128,7 @@ def test_requests_that_are_answered_keep_their_place() -> None:
     assert [answer[-5:] for answer in asyncio.run(scene())] == [b"hello"] * 3
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_a_client_that_does_not_read_is_dropped() -> None:
     async def scene() -> None:
         app = App()
@@ -169,7 +169,7 @@ NOISE = [
 ]
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> list[bytes]:
         async with serving(Guard(App())) as server:
@@ -201,7 +201,7 @@ def test_a_fault_is_an_answer_with_a_number_and_is_logged_once(caplog: pytest.Lo
     assert b"a secret" not in answer
 
 
-@pytest.mark.fault("S14")
+@pytest.mark.fault("S16")
 @pytest.mark.parametrize(
     ("headers", "allowed"),
     [
@@ -287,7 +287,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_few_descriptors_and_many_connections() -> None:
     """Of 120 silent connections to a process with 64 descriptors none is in the way, and accepting hardly ever fails."""
     with subprocess.Popen([sys.executable, "-c", FEW], stdout=subprocess.PIPE, text=True, env=os.environ) as child:

@@ -38,7 +38,7 @@ class Held(Renderer):
         return super().prompt(messages, tools)
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_rendering_holds_up_no_other_request() -> None:
     async def scene() -> tuple[bool, str | None]:
         renderer = Held(byte_tokenizer(), TEMPLATE)
@@ -55,7 +55,7 @@ def test_rendering_holds_up_no_other_request() -> None:
     assert asyncio.run(scene()) == (True, "a")
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_requests_of_an_attempt_are_seeded_in_their_order() -> None:
     async def seeds(held: bool) -> list[int]:
         renderer, generator = Held(byte_tokenizer(), TEMPLATE), Scripted(["a"])
@@ -93,7 +93,7 @@ class Counted(Message):
         return super().__getattribute__(name)
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_finding_the_conversation_is_linear_in_messages() -> None:
     async def reads(count: int) -> int:
         session = Session(Scripted(), RENDERER, Sampling(), max_context=10, max_turns=1)
@@ -178,7 +178,7 @@ def test_tools_that_a_model_cannot_call_are_refused_before_sampling(stream: bool
     assert generator.requests == []
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S15")
 def test_clients_that_leave_are_quiet_and_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         generator = Scripted(["a"])

@@ -53,7 +53,7 @@ DRAW_ALL = "for (const card of document.querySelectorAll('.card')) if (!Curves.p
 ALL_DRAWN = "[...document.querySelectorAll('.card')].every((card) => card.querySelector('canvas, .note'))"
 
 
-@pytest.mark.fault("S15")
+@pytest.mark.fault("S17")
 def test_odd_numbers_draw_without_an_error(show, odd) -> None:  # noqa: F811
     page = show(odd)
     page.fill("#metric-filter", "/./")
@@ -77,7 +77,7 @@ ZOOMS = [
 ]
 
 
-@pytest.mark.fault("S15")
+@pytest.mark.fault("S17")
 def test_no_zoom_breaks_a_chart(show, odd) -> None:  # noqa: F811
     page = show(odd)
     page.fill("#metric-filter", "plain")

@@ -97,7 +97,7 @@ def held(steps: int, path: Path) -> tuple[int, int]:
     return peak, stays
 
 
-@pytest.mark.fault("S15")
+@pytest.mark.fault("S17")
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     peak, stays = held(300, tmp_path / "short")
     long_peak, long_stays = held(1200, tmp_path / "long")
