@@ -130,6 +130,12 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "S10": ("answers written to hang a grader or to run", "0 within the deadline; nothing runs"),
         "S11": ("quotes, braces, escapes, a megabyte in an answer", "inert in the log and in rewards"),
         "S12": ("a machine without a sandbox", "programs are refused, not run bare"),
+        "S15": (
+            "clients of a server that are silent, slow, many, leave, or send nonsense",
+            "closed at a deadline, the oldest first; others are answered meanwhile; no traceback, no 500",
+        ),
+        "S16": ("a page of another site that asks a server without a key", "refused by its Host or Origin"),
+        "S17": ("a run of any length, or numbers that no axis holds, in the dashboard", "memory is bounded; left out of the chart"),
     },
 }
 ROWS: dict[str, tuple[str, str]] = {name: row for rows in GROUPS.values() for name, row in rows.items()}

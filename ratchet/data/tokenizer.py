@@ -140,6 +140,11 @@ class Tokenizer:
         rest = json.dumps([self.special_tokens, self.eos_ids, self.chat_template], sort_keys=True)
         return hashlib.sha256(f"{self._backend.to_str()}\n{rest}".encode()).hexdigest()
 
+    @cached_property
+    def longest(self) -> int:
+        """Return the most characters that one token may stand for."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
     def same_tokens(self, other: Tokenizer) -> bool:
         """Whether both turn every text into the same ids; templates may differ."""
         return self._backend.to_str() == other._backend.to_str()

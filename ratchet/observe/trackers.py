@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -210,8 +211,19 @@ class PrometheusSink:
         )
         self._run, self._textfile, self._server = run.name, config.textfile, None
         if config.port is not None:
-            serve = self._prometheus.start_http_server
-            self._server, self._thread = serve(config.port, addr=config.address, registry=self._registry)
+            self._server = self._serve(config.address, config.port)
+
+    def _serve(self, address: str, port: int) -> Any:
+        """Return the server of the numbers. Raises OSError for an address that can't be had."""
+        from ratchet.web.connection import Limits
+        from ratchet.web.guard import LOOPBACK, Guard
+        from ratchet.web.server import ServerThread
+
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        names = (*LOOPBACK, address) if address in LOOPBACK else None
+        app = Guard(self._prometheus.make_asgi_app(self._registry), names=names)
+        listener = socket.create_server((address, port), family=family)
+        return ServerThread(app, listener, limits=Limits(connections=16, grace_s=1.0))
 
     def write(self, step: int, metrics: Metrics) -> None:
         self._metric.clear()
@@ -223,9 +235,7 @@ class PrometheusSink:
 
     def close(self) -> None:
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
+            self._server.close()
 
 
 def run_id(directory: Path) -> str:

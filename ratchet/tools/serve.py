@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import signal
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import uvicorn
 
 from ratchet.errors import ConfigError
 from ratchet.experience.proxy.server import chat_app
@@ -18,8 +17,8 @@ from ratchet.experience.proxy.wire import ApiError, Request
 from ratchet.stage import Policy
 from ratchet.tools.target import open_target
 from ratchet.types import Sampling
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from ratchet.web.guard import LOOPBACK
+from ratchet.web.server import Server
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,19 @@ def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -
 async def _serve(target: Path, listener: socket.socket, key: str, sampling: Sampling) -> None:
     policy = open_target(target).policy  # in the event loop: a generator may keep tasks in it
     served = Served(policy, sampling)
-    app = chat_app(lambda given: served if not key or hmac.compare_digest(given.encode(), key.encode()) else None)
-    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="info", timeout_graceful_shutdown=5)
+    names = None if key else tuple(dict.fromkeys((*LOOPBACK, listener.getsockname()[0])))
+    app = chat_app(lambda given: served if not key or hmac.compare_digest(given.encode(), key.encode()) else None, names=names)
+    server, signals = Server(app, listener, access_log=True), list[int]()
+
+    def end(number: int) -> None:
+        signals.append(number)
+        server.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
     try:
-        await uvicorn.Server(config).serve([listener])
+        await server.run()
     finally:
         await policy.close()
+    if signals:
+        raise SystemExit(128 + signals[0])

@@ -110,7 +110,9 @@ def media() -> None:
 def tracked(patch: pytest.MonkeyPatch) -> None:
     with patch.context() as patched:
         for package in ("wandb", "mlflow", "mlflow.entities", "swanlab", "trackio", "prometheus_client"):
-            patched.setitem(sys.modules, package, MagicMock(start_http_server=lambda port, **_: (MagicMock(), MagicMock())))
+            patched.setitem(sys.modules, package, MagicMock())
+        for listens in ("socket.create_server", "ratchet.web.server.ServerThread"):
+            patched.setattr(listens, MagicMock())
         run = Tracked("run", "id", Path(), {})
         for kind in KINDS["sink"]:
             construct(resolve("sink", {"kind": kind}), run).write(1, {"number": 1.0})

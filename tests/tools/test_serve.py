@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError
 
@@ -89,6 +95,60 @@ def test_what_is_out_of_range_is_refused(model: Path) -> None:
                 await client.chat.completions.create(model="policy", messages=ASKED, temperature=3)
 
     asyncio.run(ask())
+
+
+@pytest.mark.slow
+@pytest.mark.fault("S15")
+def test_a_crowd_leaves_nothing_behind(model: Path) -> None:
+    """300 silent connections, 300 clients that leave in the middle and 200 that stay: those are answered, and afterwards the
+    process has the descriptors it had, and has written no traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["ratchet", "serve", str(model), "--port", str(port), "--max-new-tokens", "2"]
+    code = f"import sys; from ratchet.cli import main; sys.argv = {command!r}; main()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            before, after, answers = asyncio.run(crowd(port, server.pid))
+        finally:
+            server.terminate()
+            output, _ = server.communicate(timeout=60)
+    assert answers == [200] * 200
+    assert after <= before + 2
+    assert "Traceback" not in output
+    assert server.returncode == 128 + signal.SIGTERM
+
+
+async def crowd(port: int, pid: int) -> tuple[int, int, list[int]]:
+    """Return (descriptors before, descriptors after, statuses of the clients that stay)."""
+    body = json.dumps({"model": "policy", "messages": ASKED, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", timeout=60) as client:
+        while True:
+            try:
+                assert (await client.get("/models")).status_code == 200
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.1)
+        before = len(os.listdir(f"/proc/{pid}/fd"))
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+
+        async def leave(data: bytes) -> None:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            await writer.drain()
+            writer.transport.abort()
+
+        async def stay() -> int:
+            return (await client.post("/chat/completions", json={"model": "policy", "messages": ASKED})).status_code
+
+        leaving = [leave(data) for data in (head, head + body[:9], head + body) for _ in range(100)]
+        _, answers = await asyncio.gather(asyncio.gather(*leaving), asyncio.gather(*(stay() for _ in range(200))))
+        for _, writer in silent:
+            writer.close()
+    async with asyncio.timeout(60):
+        while len(os.listdir(f"/proc/{pid}/fd")) > before + 2:
+            await asyncio.sleep(0.1)
+    return before, len(os.listdir(f"/proc/{pid}/fd")), list(answers)
 
 
 def test_others_are_not_let_in_by_mistake(model: Path) -> None:

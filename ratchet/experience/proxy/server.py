@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -21,37 +21,32 @@ from starlette.requests import ClientDisconnect
 from ratchet.experience.proxy import wire
 from ratchet.experience.proxy.session import Answer, Session
 from ratchet.experience.proxy.wire import ApiError
+from ratchet.web.connection import Limits
+from ratchet.web.guard import Bodies, BodyRefused, Guard
+from ratchet.web.server import Server
 
-MAX_BODY = 8 * 2**20  # bytes of a request
-BODY_S = 60.0  # in which they must be here: who sends a byte a minute holds a connection for ever
-GRACE_S = 1  # for answers that are on their way when the last attempt ends
+# Answers that are on their way when the last attempt ends are not waited for longer than this.
+LIMITS = Limits(grace_s=1.0)
 # The official client repeats what fails with 409, 429 or 5xx, unless it is told not to: here it would fail again.
 NO_RETRY = {"x-should-retry": "false"}
 
 T = TypeVar("T")
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the run."""
-        yield
-
-
 @dataclass
 class _Serving:
-    server: _Server
+    server: Server
     task: asyncio.Task[None]
-    port: int
 
 
 class Proxy:
     """Serves the sessions that are open. It listens only while there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self._sessions: dict[str, Session] = {}
         self._serving: _Serving | None = None
-        self._app = chat_app(self._sessions.get)
+        self._limits = limits
+        self._app = chat_app(self._sessions.get, limits=limits)
 
     @contextlib.asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
@@ -61,29 +56,19 @@ class Proxy:
         if self._serving is None:
             self._serving = self._start()
         try:
-            yield f"http://127.0.0.1:{self._serving.port}/v1", key
+            yield f"http://127.0.0.1:{self._serving.server.address[1]}/v1", key
         finally:
             del self._sessions[key]
             session.close()
             if not self._sessions:
                 serving, self._serving = self._serving, None
-                serving.server.should_exit = True
+                serving.server.stop()
                 await serving.task
 
     def _start(self) -> _Serving:
-        listener = socket.create_server(("127.0.0.1", 0))  # from here on connections wait instead of being refused
-        config = uvicorn.Config(
-            self._app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-        server = _Server(config)
-        task = asyncio.get_running_loop().create_task(server.serve([listener]))
-        return _Serving(server, task, listener.getsockname()[1])
+        # From here on connections wait instead of being refused.
+        server = Server(self._app, socket.create_server(("127.0.0.1", 0)), limits=self._limits)
+        return _Serving(server, asyncio.get_running_loop().create_task(server.run()))
 
 
 class Answers(Protocol):
@@ -93,9 +78,17 @@ class Answers(Protocol):
     def deliver(self, answer: Answer) -> None: ...
 
 
-def chat_app(find: Callable[[str], Answers | None]) -> FastAPI:
-    """The API over HTTP. find: who answers to a key ("" where a request has none); None: nobody."""
+def chat_app(
+    find: Callable[[str], Answers | None], *, names: Collection[str] | None = None, limits: Limits = LIMITS
+) -> FastAPI:
+    """Return the API over HTTP.
+
+    find: gives what answers to a key ("" where a request has none), or None.
+    names: hosts that requests may name (see `Guard`); None: any, for servers that want a key.
+    """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, names=names, form=_error_body)
+    bodies = Bodies(limits)
 
     def session_of(request: Request) -> Answers:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -113,6 +106,14 @@ def chat_app(find: Callable[[str], Answers | None]) -> FastAPI:
         fault = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="unknown_url")
         return JSONResponse(fault.json(), error.status_code, NO_RETRY)
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # no client reads it
+
+    @app.exception_handler(BodyRefused)
+    async def unread(request: Request, error: BodyRefused) -> Response:
+        return JSONResponse(ApiError(error.status, str(error), code=error.code).json(), error.status, NO_RETRY)
+
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         session_of(request)
@@ -121,31 +122,18 @@ def chat_app(find: Callable[[str], Answers | None]) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         session = session_of(request)  # before a byte of the body is read
-        asked = wire.Request.read(await _body(request))
+        asked = wire.Request.read(await bodies.read(request.stream()))
         if asked.stream:
             return StreamingResponse(_events(session, asked), media_type="text/event-stream")
-        try:
-            answer = await _unless_gone(request, session.answer(asked))
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+        answer = await _unless_gone(request, session.answer(asked))
         session.deliver(answer)
         return JSONResponse(answer.reply.json(_name()))
 
     return app
 
 
-async def _body(request: Request) -> bytes:
-    parts, size = list[bytes](), 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > MAX_BODY:
-                    raise ApiError(413, f"the body has more than {MAX_BODY} bytes", code="body_too_large")
-                parts.append(part)
-    except TimeoutError:
-        raise ApiError(408, f"the body was not here after {BODY_S:g} s", code="body_too_slow") from None
-    return b"".join(parts)
+def _error_body(status: int, message: str, code: str) -> tuple[str, bytes]:
+    return "application/json", json.dumps(ApiError(status, message, code=code).json()).encode()
 
 
 async def _events(session: Answers, asked: wire.Request) -> AsyncIterator[str]:

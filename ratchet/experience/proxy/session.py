@@ -12,8 +12,10 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -21,13 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.data.renderer import Renderer, Tools
-from ratchet.errors import DataError
+from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.episode import TokenRecord
 from ratchet.experience.proxy.wire import ApiError, Reply, Request, visible
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Generator
 from ratchet.observe.waits import GENERATE, waiting
 from ratchet.types import Cancelled, Completion, Message, Outcome, Owner, Sampling, StopReason, Trajectory, Turn
+
+# Renders prompts beside the event loop. Several, as tokenizing runs without Python's lock.
+RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
+# Characters of a text that may become one while it is tokenized.
+SHRINKAGE = 4
+# Messages times the assistant's turns of a conversation that is rendered anew: a template renders all before each turn, which
+# takes two seconds here.
+MOST_RENDERED = 2**19
 
 
 @dataclass(eq=False)
@@ -81,24 +91,26 @@ class Session:
         self._malformed = 0
         self._context = copy_context()
         self._offered_tools = False
+        self._rendering = asyncio.Lock()
 
     async def answer(self, request: Request) -> Answer:
         """Samples an answer, which counts for nothing before `deliver`. Cancelling it aborts the request. Raises ApiError."""
-        self._check(request)
         messages, tools = request.conversation, request.offered
-        keys = _keys(messages, tools)
-        parent, prompt = self._prompt(messages, tools, keys)
-        room = self.max_context - len(prompt)
-        if room <= 0:
-            self.exhausted = f"the conversation has {len(prompt)} tokens, the context {self.max_context}"
-            raise ApiError(400, self.exhausted, param="messages", code="context_length_exceeded")
-        allowed = min(self.sampling.max_new_tokens, room)
-        own = replace(
-            self.sampling,
-            seed=self._seed(keys[-1], request.seed),
-            max_new_tokens=min(allowed, request.limit or allowed),
-            stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
-        )
+        # Requests of one attempt are rendered in the order of their arrival: their seeds and turns are counted in it.
+        async with self._rendering:
+            self._check(request)
+            keys = _keys(messages, tools)
+            parent, prompt = await self._prompt(messages, tools, keys)
+            room = self.max_context - len(prompt)
+            if room <= 0:
+                raise self._too_long(f"the conversation has {len(prompt)} tokens, the context {self.max_context}")
+            allowed = min(self.sampling.max_new_tokens, room)
+            own = replace(
+                self.sampling,
+                seed=self._seed(keys[-1], request.seed),
+                max_new_tokens=min(allowed, request.limit or allowed),
+                stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
+            )
         completion = await self._sampled(prompt, own)
         message, malformed = self._read(completion, messages, tools, tuple(request.stop or ()))
         pieces = tuple(self._text(token) for token in completion.tokens.tolist()) if request.logprobs else None
@@ -182,25 +194,65 @@ class Session:
             self.exhausted = f"the attempt has had its {self.max_turns} turns"
             raise ApiError(429, self.exhausted, code="turn_limit")
 
-    def _prompt(
+    def _check_size(self, messages: Sequence[Message]) -> None:
+        """Refuse what is certainly longer than the context before time goes into rendering it."""
+        shown = messages if self.renderer.extends_history else [one for one in messages if one.role != "assistant"]
+        characters = sum(len(word) for message in shown for word in message.text.split())
+        # Normalisation may make one character of several, as NFKC does.
+        most = SHRINKAGE * self.renderer.tokenizer.longest * self.max_context
+        if characters > most:
+            raise self._too_long(
+                f"the messages have {characters} characters, and a context of {self.max_context} tokens holds at most {most}"
+            )
+
+    def _too_long(self, what: str) -> ApiError:
+        self.exhausted = what
+        return ApiError(400, what, param="messages", code="context_length_exceeded")
+
+    async def _prompt(
         self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
     ) -> tuple[Answer | None, NDArray[np.int64]]:
+        """Return the answer that the conversation goes on from, if any, and the tokens of the whole prompt. Raises ApiError."""
+        parent = self._parent(messages, keys)
+        render = partial(self._rendered, messages, tools, parent)
         try:
-            for count in range(len(messages) - 1, 0, -1):
-                known = self._answers.get(keys[count])
-                added = messages[count:]
-                if not known or any(message.role == "assistant" for message in added):
-                    continue
-                parent = next((answer for answer in known if answer.strand and answer.strand.tip is answer), known[0])
-                *history, said = parent.messages
-                sampled = parent.completion.tokens.tolist()
-                if self.renderer.keeps(sampled, added, history=history, said=said, tools=tools):
-                    more = self.renderer.extend(sampled, added, history=history, tools=tools)
-                    return parent, np.concatenate([parent.tokens, np.asarray(more, dtype=np.int64)])
-                break
-            return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
-        except DataError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+            self._check_size(messages)
+            # In a thread, as long conversations take seconds, and all other requests of the process would wait for them.
+            return await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+        except RatchetError as error:
+            param = "tools" if isinstance(error, ConfigError) else "messages"
+            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+
+    def _parent(self, messages: Sequence[Message], keys: Sequence[bytes]) -> Answer | None:
+        """Return the latest delivered answer whose conversation these messages extend, or None."""
+        for count in range(len(messages) - 1, 0, -1):
+            if messages[count].role == "assistant":
+                return None
+            if answers := self._answers.get(keys[count]):
+                tips = (answer for answer in answers if answer.strand and answer.strand.tip is answer)
+                return next(tips, answers[0])
+        return None
+
+    def _rendered(
+        self, messages: tuple[Message, ...], tools: Tools | None, parent: Answer | None
+    ) -> tuple[Answer | None, NDArray[np.int64]]:
+        """Return what `_prompt` returns. Raises DataError, and ConfigError where tools are offered to a model that has no form
+        for calls. It runs in a thread and changes nothing."""
+        if tools is not None:
+            self.renderer.tool_format  # noqa: B018  (it raises)
+        if parent is not None:
+            *history, said = parent.messages
+            added, sampled = messages[len(parent.messages) :], parent.completion.tokens.tolist()
+            if self.renderer.keeps(sampled, added, history=history, said=said, tools=tools):
+                more = self.renderer.extend(sampled, added, history=history, tools=tools)
+                return parent, np.concatenate([parent.tokens, np.asarray(more, dtype=np.int64)])
+        turns = sum(message.role == "assistant" for message in messages)
+        if turns * len(messages) > MOST_RENDERED:
+            raise DataError(
+                f"{len(messages)} messages, {turns} of them the assistant's, are too many for a conversation that extends no "
+                f"answer of this attempt: their product is {MOST_RENDERED} at most. Send fewer"
+            )
+        return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
 
     def _seed(self, key: bytes, asked: int | None) -> int:
         """A pure function of the attempt and the conversation, in whatever order requests arrive. A `seed` that an agent gives

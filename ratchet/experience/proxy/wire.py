@@ -18,6 +18,9 @@ from pydantic_core import from_json
 from ratchet.types import Completion, Message, StopReason, ToolCall
 
 MODEL = "policy"  # the one model that is served
+MOST_MESSAGES = 2048  # of a request; as many as OpenAI's API takes
+MOST_TOOLS = 128  # likewise
+MOST_STOP = 1024  # characters of a stop string
 
 
 class ApiError(Exception):
@@ -114,21 +117,22 @@ class _Format(_Body):
 
 
 Zero = Annotated[float, Field(ge=0, le=0)]
+Stop = Annotated[str, Field(max_length=MOST_STOP)]
 
 
 class Request(_Body):
     """A request for a chat completion, checked. Parameters that are only accepted without an effect change no token."""
 
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: list[_Tool] | None = None
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    tools: Annotated[list[_Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[list[str], Field(max_length=4)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: int | None = None
     n: Literal[1] | None = None
     logprobs: bool | None = None

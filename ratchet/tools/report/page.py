@@ -61,7 +61,8 @@ def report_page(runs: Sequence[RunReader], *, rollouts: int, tokens: int) -> str
         rows = sum(facts.rows for facts in run.rollouts.record.steps.values())
         every = -(-rows // MOST_ROWS) if rows else 1
         sample = run.rollouts.sample(rollouts, tokens)
-        blobs.append((f"run-{index}", pack({**run.facts(), "rows": rows, "every": every}, run.metrics())))
+        columns, _ = run.metrics.part(most_cells=None)
+        blobs.append((f"run-{index}", pack({**run.facts(), "rows": rows, "every": every}, columns)))
         blobs.append((f"rollouts-{index}", run.rollouts.columns(every=every)))
         blobs.append((f"sample-{index}", json.dumps(sample, allow_nan=False).encode()))
         blobs.append((f"media-{index}", json.dumps(_media(run, sample)).encode()))

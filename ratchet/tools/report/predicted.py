@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
-from statistics import median
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 MIB = 2**20
 
 
 def predicted(
-    plan: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
+    plan: Mapping[str, Any], times: Mapping[str, NDArray[np.float64]], summary: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """plan: as in plan.json; None: nobody made one. rows: of metrics.jsonl. summary: as in summary.json, None before the run's
+    """plan: as in plan.json. times: columns of metrics.jsonl, of which `step`, `time/step_s` and `time/processor_s` are read;
+    NaN where a step has none. summary: as in summary.json, None before the run's
     end. A line each: `what`, its `unit`, `predicted` and `measured`, which is None where it is not known yet. A step is the
     median of a stage's but the first, which warms up, as in a probe; only a plan with a probe says something of it."""
-    if plan is None:
-        return []
     lines = [line("peak memory", "MiB", plan["peak_bytes"] / MIB, None if summary is None else summary.get("peak_mib"))]
     stages = plan["stages"]
     for stage, end in zip(stages, accumulate(stage["steps"] for stage in stages), strict=True):
-        own = [row for row in rows if end - stage["steps"] + 1 < row["step"] <= end]
+        in_stage = (times["step"] > end - stage["steps"] + 1) & (times["step"] <= end)
         for what, key in (("", "step_s"), (", on processors", "processor_s")):
-            taken = [row[f"time/{key}"] for row in own if row.get(f"time/{key}") is not None]
+            seconds = times[f"time/{key}"][in_stage]
+            seconds = seconds[~np.isnan(seconds)]
             if key in stage:
-                lines.append(line(f"{stage['stage']}: a step{what}", "s", stage[key], median(taken) if taken else None))
+                measured = float(np.median(seconds)) if len(seconds) else None
+                lines.append(line(f"{stage['stage']}: a step{what}", "s", stage[key], measured))
     return lines
 
 

@@ -10,18 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.errors import RunDirectoryError
 from ratchet.experience.ledger import Event
-from ratchet.observe.sinks import read_jsonl
+from ratchet.tools.report.metrics import MetricsFile
 from ratchet.tools.report.predicted import predicted
 from ratchet.tools.report.rollouts import Rollouts
 
 MOST_ALARMS = 100  # of a run, that the page shows
 DEPTH = 2  # directories below the one that is looked at
+BLOCK = 2**20  # bytes of the ledger that are read at once
 
 
 class RunReader:
@@ -32,13 +30,12 @@ class RunReader:
         self.name = name or path.resolve().name
         if not self.directory.used:
             raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
-        self.rollouts = Rollouts(self.directory)
+        self.rollouts, self.metrics = Rollouts(self.directory), MetricsFile(self.directory.metrics)
         self._counted, self._prompts = 0, Counter[str]()  # bytes of the ledger, and its lines by event
 
     def facts(self) -> dict[str, Any]:
         """What the page shows of the run beside its curves."""
         summary, plan = _json(self.directory.summary, None), _json(self.directory.plan, None)
-        rows = read_jsonl(self.directory.metrics) if plan else []
         return {
             "name": self.name,
             "path": str(self.directory.path),
@@ -46,7 +43,7 @@ class RunReader:
             "config": flat(self.directory.read_config()),
             "provenance": _json(self.directory.provenance, []),
             "summary": summary,
-            "predicted": predicted(plan, rows, summary),
+            "predicted": predicted(plan, self.metrics.times(), summary) if plan else [],
             "prompts": self.prompts(),
             "alarms": self.alarms(),
         }
@@ -70,11 +67,11 @@ class RunReader:
         if size > self._counted:
             with self.directory.ledger.open("rb") as file:
                 file.seek(self._counted)
-                lines = file.read()
-            lines = lines[: lines.rfind(b"\n") + 1]
-            # A quote inside of an id is written with a backslash, so this is only where a line begins.
-            self._prompts.update({event: lines.count(b'{"event": "%s"' % event.encode()) for event in get_args(Event)})
-            self._counted += len(lines)
+                while lines := b"".join(file.readlines(BLOCK)):
+                    lines = lines[: lines.rfind(b"\n") + 1]
+                    # A quote inside of an id is written with a backslash, so this is only where a line begins.
+                    self._prompts.update({event: lines.count(b'{"event": "%s"' % event.encode()) for event in get_args(Event)})
+                    self._counted += len(lines)
         return {event: count for event, count in self._prompts.items() if count}
 
     def alarms(self) -> list[dict[str, Any]]:
@@ -87,22 +84,6 @@ class RunReader:
         """Changes whenever there is more to see; cheap."""
         size, changed = _stamp(self.directory.metrics)
         return {"state": self.state(), "metrics": size, "changed": changed, "record": self.rollouts.stamp()}
-
-    def metrics(self, after: int = -1) -> dict[str, NDArray[np.float64]]:
-        """Columns over the steps after `after`, `step` among them; NaN where a step has no such number."""
-        return columns_of([row for row in read_jsonl(self.directory.metrics) if row["step"] > after])
-
-
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
-    names = {"step": None} | dict.fromkeys(name for row in rows for name, value in row.items() if _is_number(value))
-    empty = float("nan")
-    return {
-        name: np.array([row[name] if _is_number(row.get(name)) else empty for row in rows], dtype=np.float64) for name in names
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def flat(values: Any, where: str = "") -> dict[str, Any]:

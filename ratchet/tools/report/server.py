@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
-import threading
+import socket
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from ratchet.errors import PortBusy, RatchetError, RunDirectoryError
 from ratchet.tools.report.media import names_of
 from ratchet.tools.report.page import live_page
 from ratchet.tools.report.runs import RunReader, find_runs
 from ratchet.tools.report.wire import pack
-
-log = logging.getLogger(__name__)
+from ratchet.web.connection import Limits
+from ratchet.web.guard import LOOPBACK, Guard
+from ratchet.web.server import Server
 
 HOST = "127.0.0.1"
 MOST_FOUND = 2000  # rollouts of a search
 MOST_OPENED = 64  # rollouts of a request
+LIMITS = Limits(connections=64, grace_s=1.0)
+HEADERS = {
+    b"cache-control": b"no-store",
+    b"x-content-type-options": b"nosniff",
+    b"cross-origin-resource-policy": b"same-origin",
+}
 
 JSON, BINARY, HTML = "application/json", "application/octet-stream", "text/html; charset=utf-8"
+TEXT = "text/plain; charset=utf-8"
 Query = Mapping[str, str]
 
 
@@ -33,7 +42,6 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._known: dict[str, RunReader] = {}
-        self.lock = threading.Lock()  # requests come at the same time, and share what readers hold
         self.refresh()
 
     def refresh(self) -> dict[str, RunReader]:
@@ -52,8 +60,10 @@ class Runs:
         return JSON, _json({name: run.version() for name, run in self.refresh().items()})
 
     def run(self, query: Query) -> tuple[str, bytes]:
+        """Answer with the steps after `after`, of which there may be more than one answer holds: `has_more`."""
         run = self[query["run"]]
-        return BINARY, pack(run.facts(), run.metrics(int(query.get("after", -1))))
+        columns, has_more = run.metrics.part(int(query.get("after", -1)))
+        return BINARY, pack({**run.facts(), "has_more": has_more}, columns)
 
     def rollouts(self, query: Query) -> tuple[str, bytes]:
         return BINARY, self[query["run"]].rollouts.columns(query["known"].split(",") if query.get("known") else ())
@@ -76,73 +86,63 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False).encode()
 
 
-def serve(root: Path, port: int) -> ThreadingHTTPServer:
-    """A server that is bound and not yet running; port 0: any that is free. Raises RunDirectoryError, OSError."""
-    runs = Runs(root)
-    answers: dict[str, Callable[[Query], tuple[str, bytes]]] = {
-        "/": lambda query: (HTML, live_page().encode()),
-        "/api/runs": runs.listed,
-        "/api/run": runs.run,
-        "/api/rollouts": runs.rollouts,
-        "/api/details": runs.details,
-        "/api/media": runs.media,
-        "/api/search": runs.search,
-    }
+class Pages:
+    """The ASGI application: answers of `runs`, made one after another in a thread, as readers share what they hold."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def __init__(self, runs: Runs) -> None:
+        self._answers: dict[str, Callable[[Query], tuple[str, bytes]]] = {
+            "/": lambda query: (HTML, live_page().encode()),
+            "/api/runs": runs.listed,
+            "/api/run": runs.run,
+            "/api/rollouts": runs.rollouts,
+            "/api/details": runs.details,
+            "/api/media": runs.media,
+            "/api/search": runs.search,
+        }
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ui")
 
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            if not self._from_here():
-                # A page of somebody else's, whose name was made to lead here, could otherwise read the runs.
-                self._send(403, "text/plain", b"this server answers to localhost alone")
-                return
-            answer = answers.get(url.path)
-            if answer is None:
-                self._send(404, "text/plain", b"no such page")
-                return
-            query = {name: values[0] for name, values in parse_qs(url.query).items()}
-            try:
-                with runs.lock:
-                    kind, body = answer(query)
-            except (RatchetError, KeyError, ValueError) as error:
-                self._send(400, "text/plain; charset=utf-8", f"{type(error).__name__}: {error}".encode())
-                return
-            self._send(200, kind, body)
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["method"] not in ("GET", "HEAD"):
+            status, kind, body = 405, TEXT, b"this server only shows: use GET"
+        else:
+            query = {name: values[0] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+            request = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, scope["path"], query)
+            status, kind, body = await request
+        headers = {b"content-type": kind.encode(), b"content-length": str(len(body)).encode(), **HEADERS}
+        await send({"type": "http.response.start", "status": status, "headers": list(headers.items())})
+        await send({"type": "http.response.body", "body": body})
 
-        def _from_here(self) -> bool:
-            name = self.headers.get("Host", "").rpartition(":")[0]
-            return name in ("localhost", HOST)
+    def _answer(self, path: str, query: Query) -> tuple[int, str, bytes]:
+        answer = self._answers.get(path)
+        if answer is None:
+            return 404, TEXT, b"no such page"
+        try:
+            return 200, *answer(query)
+        except (RatchetError, KeyError, ValueError) as error:
+            return 400, TEXT, f"{type(error).__name__}: {error}".encode(errors="replace")
 
-        def _send(self, status: int, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-            self.end_headers()
-            self.wfile.write(body)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            log.debug(format, *args)
+def pages(root: Path) -> Guard:
+    """Return the application over the runs in a directory. Raises RunDirectoryError."""
+    # A page of another site, whose name was made to lead here, could otherwise read the runs.
+    return Guard(Pages(Runs(root)), names=LOOPBACK)
 
-    server = ThreadingHTTPServer((HOST, port), Handler)
-    server.daemon_threads = True
-    return server
+
+def bind(port: int) -> socket.socket:
+    """Return a socket of this machine alone; port 0: any that is free. Raises PortBusy."""
+    try:
+        return socket.create_server((HOST, port))
+    except OSError as error:
+        raise PortBusy(f"port {port} of {HOST} can't be had: {error.strerror}; choose another --port, or 0 for any") from error
 
 
 def serve_forever(root: Path, port: int, *, say: Callable[[str], object]) -> None:
-    """Until Ctrl-C. Raises RunDirectoryError where `root` is no directory, PortBusy."""
-    try:
-        server = serve(root, port)
-    except OSError as error:
-        raise PortBusy(f"port {port} of {HOST} can't be had: {error.strerror}; choose another --port, or 0 for any") from error
-    say(f"http://{HOST}:{server.server_address[1]}/  shows the runs in {root}; Ctrl-C ends it")
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
+    """Serve until Ctrl-C. Raises RunDirectoryError where `root` is no directory, PortBusy."""
+    app, listener = pages(root), bind(port)
+    say(f"http://{HOST}:{listener.getsockname()[1]}/  shows the runs in {root}; Ctrl-C ends it")
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_serve(app, listener))
+
+
+async def _serve(app: Guard, listener: socket.socket) -> None:
+    await Server(app, listener, limits=LIMITS).run()

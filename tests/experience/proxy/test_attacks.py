@@ -5,13 +5,14 @@ import json
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import pytest
 from experience.proxy.talk import EOS, RENDERER, Scripted, only, said, serving
 from openai import AuthenticationError, BadRequestError, NotFoundError, RateLimitError
 
-from ratchet.experience.proxy.server import MAX_BODY, Proxy, chat_app
+from ratchet.experience.proxy.server import LIMITS, Proxy, chat_app
 from ratchet.testing.fakes import FakeGenerator
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -135,16 +136,15 @@ def test_typed_control_tokens_are_characters():
 
 @pytest.mark.fault("S5")
 def test_a_huge_body_is_not_read_to_its_end():
-    status, answer, strands = post(b" " * (MAX_BODY + 1))
+    status, answer, strands = post(b" " * (LIMITS.body_bytes + 1))
     assert (status, answer["error"]["code"], strands) == (413, "body_too_large", [])
 
 
 @pytest.mark.fault("S5")
-def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("ratchet.experience.proxy.server.BODY_S", 0.05)
-
+def test_a_body_that_does_not_come_is_not_waited_for():
     async def scene():
-        async with serving(Scripted(["a"])) as (_, client):
+        proxy = Proxy(replace(LIMITS, body_s=0.05))
+        async with serving(Scripted(["a"]), proxy=proxy) as (_, client):
             reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {client.api_key}\r\n"
             writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())

@@ -5,14 +5,14 @@ import json
 import os
 import re
 import shutil
-import threading
 
 import pytest
 from tools.report.made_runs import grow, make_run, row_of, write_record
 from tools.report.picture_run import make_picture_run
 
 from ratchet.tools.report import write_report
-from ratchet.tools.report.server import HOST, serve
+from ratchet.tools.report.server import HOST, bind, pages
+from ratchet.web.server import ServerThread
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium", "playwright")]
 
@@ -391,13 +391,9 @@ def test_markup_that_got_in_after_all_would_do_nothing(browser, report):
 @pytest.fixture
 def served(tmp_path):
     directory = make_run(tmp_path / "runs" / "one")
-    server = serve(tmp_path / "runs", 0)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield directory, f"http://{HOST}:{server.server_address[1]}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    server = ServerThread(pages(tmp_path / "runs"), bind(0))
+    yield directory, f"http://{HOST}:{server.address[1]}/"
+    server.close()
 
 
 def test_a_live_page_follows_a_run(show, served, tmp_path):
@@ -445,9 +441,8 @@ def test_images_and_clips_are_in_the_conversation(live, show, tmp_path):
     make_picture_run(tmp_path / "run", question=f"How many circles? {HOSTILE}")
     server = None
     if live:
-        server = serve(tmp_path, 0)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://{HOST}:{server.server_address[1]}/"
+        server = ServerThread(pages(tmp_path), bind(0))
+        address = f"http://{HOST}:{server.address[1]}/"
     else:
         address = write_report([tmp_path / "run"], tmp_path / "r.html", rollouts=8).as_uri()
     try:
@@ -475,8 +470,7 @@ def test_images_and_clips_are_in_the_conversation(live, show, tmp_path):
         assert "owned" in page.locator(".conversation").first.inner_text()
     finally:
         if server is not None:
-            server.shutdown()
-            server.server_close()
+            server.close()
 
 
 def test_a_run_that_was_copied_without_its_media_says_so(show, tmp_path):

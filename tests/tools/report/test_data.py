@@ -10,8 +10,9 @@ from tools.report.made_runs import grow, make_run
 
 from ratchet.data.builtin_tokenizers import byte_tokenizer, character_tokenizer
 from ratchet.errors import DataError, RunDirectoryError
+from ratchet.tools.report.metrics import MetricsFile
 from ratchet.tools.report.predicted import predicted
-from ratchet.tools.report.runs import RunReader, columns_of, find_runs, flat, named
+from ratchet.tools.report.runs import RunReader, find_runs, flat, named
 from ratchet.tools.report.texts import TokenTexts
 from ratchet.tools.report.wire import pack
 
@@ -48,29 +49,19 @@ def test_arrays_are_packed_where_typed_arrays_may_begin():
 # --- a run
 
 
-def test_what_was_predicted_stands_beside_what_was_measured():
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
     planned = {"steps": 3, "step_s": 2.0, "processor_s": 1.0}
     plan = {"peak_bytes": 3 * 2**20, "stages": [{"stage": "sft", **planned}, {"stage": "rl", "steps": 9}]}
     seconds = [9.0, 4.0, 2.0, 7.0]  # the first warms up; the last is of the other stage
     rows = [{"step": step, "time/step_s": s, "time/processor_s": s / 2} for step, s in enumerate(seconds, 1)]
-    memory, step, processor = predicted(plan, [{"step": 0}, *rows], {"peak_mib": 4.0})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{"step": 0}, *rows]))
+    memory, step, processor = predicted(plan, MetricsFile(path).times(), {"peak_mib": 4.0})
     assert memory == {"what": "peak memory", "unit": "MiB", "predicted": 3.0, "measured": 4.0}
     assert step == {"what": "sft: a step", "unit": "s", "predicted": 2.0, "measured": 3.0}
     assert (processor["predicted"], processor["measured"]) == (1.0, 1.5)
-    assert [line["measured"] for line in predicted(plan, [], None)] == [None] * 3
-    assert predicted(None, rows, None) == []
-
-
-def test_metrics_are_columns_with_gaps():
-    columns = columns_of([{"step": 1, "a": 1.0}, {"step": 3, "a": None, "b": 2}])
-    np.testing.assert_array_equal(columns["step"], [1, 3])
-    np.testing.assert_array_equal(columns["a"], [1.0, math.nan])
-    np.testing.assert_array_equal(columns["b"], [math.nan, 2.0])
-    assert list(columns_of([])) == ["step"]
-
-
-def test_metrics_after_a_step(reader):
-    assert list(reader.metrics(after=4)["step"]) == [5, 6]
+    empty = MetricsFile(tmp_path / "none").times()
+    assert [line["measured"] for line in predicted(plan, empty, None)] == [None] * 3
 
 
 def test_a_recipe_is_flat_and_its_stages_go_by_name():

@@ -7,7 +7,6 @@ import hashlib
 import http.client
 import json
 import re
-import threading
 
 import pytest
 from tools.report.made_runs import make_run
@@ -15,7 +14,8 @@ from tools.report.made_runs import make_run
 from ratchet.errors import PortBusy, RunDirectoryError
 from ratchet.tools.report import write_report
 from ratchet.tools.report.page import SCRIPTS, STYLES, asset, live_page
-from ratchet.tools.report.server import HOST, serve, serve_forever
+from ratchet.tools.report.server import HOST, bind, pages, serve_forever
+from ratchet.web.server import ServerThread
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!--"
 OUR_SCRIPTS = [name for name in SCRIPTS if not name.startswith("vendor/")]
@@ -87,10 +87,8 @@ def test_where_a_report_goes(tmp_path):
 def ask(tmp_path):
     """Status and body of a request; `host`: what it says it asks."""
     make_run(tmp_path / "runs" / "a", steps=3)
-    server = serve(tmp_path / "runs", 0)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    port = server.server_address[1]
+    server = ServerThread(pages(tmp_path / "runs"), bind(0))
+    port = server.address[1]
 
     def get(path, host=None):
         connection = http.client.HTTPConnection(HOST, port, timeout=20)
@@ -101,9 +99,7 @@ def ask(tmp_path):
         return answer.status, body
 
     yield get
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    server.close()
 
 
 def test_the_server_answers_what_the_page_asks(ask):
@@ -148,8 +144,7 @@ def test_localhost_is_this_machine_too(ask):
 
 def test_a_port_that_is_taken(tmp_path):
     make_run(tmp_path / "a", steps=1)
-    server = serve(tmp_path, 0)
-    port = server.server_address[1]
-    with pytest.raises(PortBusy, match=f"port {port} of 127.0.0.1 can't be had"):
-        serve_forever(tmp_path, port, say=lambda text: None)
-    server.server_close()
+    with bind(0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortBusy, match=f"port {port} of 127.0.0.1 can't be had"):
+            serve_forever(tmp_path, port, say=lambda text: None)

@@ -5,6 +5,8 @@ const charts = new Set();
 const CURSOR = uPlot.sync("steps");
 const FONT = "11px system-ui, sans-serif";
 const SPARSE = 60; // points up to which each is drawn
+const LARGEST = 1e100; // size of a number that is drawn
+const MOST_TICKS = 100; // of an axis
 
 /** Moving average by weight in [0, 1), without the bias of its beginning; gaps stay gaps. */
 function smoothed(ys, weight) {
@@ -18,15 +20,32 @@ function smoothed(ys, weight) {
   });
 }
 
+/** What an axis can hold of a number, null for none: beyond these sizes uPlot's arithmetic overflows. */
+function drawable(y) {
+  if (!(Math.abs(y) <= LARGEST)) return null; // NaN too
+  return Math.abs(y) < 1 / LARGEST ? 0 : y;
+}
+
 /** positive: for an axis that has no others. */
 function gaps(column, positive = false) {
-  return Array.from(column, (y) => (Number.isFinite(y) && (!positive || y > 0) ? y : null));
+  return Array.from(column, (y) => {
+    const value = drawable(y);
+    return positive && value <= 0 ? null : value;
+  });
+}
+
+/** Ticks at multiples of a step, counted first: where numbers are too close to be told apart, adding the step never ends. */
+function ticks(u, index, low, high, step) {
+  const first = Math.ceil(low / step);
+  const count = Math.floor(high / step) - first + 1;
+  if (!(count > 0 && count <= MOST_TICKS)) return [low];
+  return Array.from({ length: count }, (_, i) => Number(((first + i) * step).toPrecision(15)));
 }
 
 /** Columns of several lines over the union of their steps. lines: {xs, ys, ...}, each with its own steps. */
 function aligned(lines) {
   const tables = lines.map(({ xs, ys }) => {
-    const there = Array.from(xs.keys()).filter((i) => ys[i] !== null);
+    const there = Array.from(xs.keys()).filter((i) => ys[i] !== null && drawable(xs[i]) !== null);
     return [there.map((i) => xs[i]), there.map((i) => ys[i])];
   });
   return lines.length === 1 ? tables[0] : uPlot.join(tables);
@@ -55,7 +74,10 @@ function draw(host, options, data, onhover) {
       cursor: { y: false, sync: { key: CURSOR.key, setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
       padding: [8, 12, 0, 0],
       scales: { x: { time: false }, y: options.y || {} },
-      axes: [axis({ size: 26, space: 60, values: (_, xs) => xs.map(short) }), axis({ size: 52, values: (_, ys) => ys.map(short) })],
+      axes: [
+        axis({ size: 26, space: 60, splits: ticks, values: (_, xs) => xs.map(short) }),
+        axis({ size: 52, ...(options.y?.distr ? {} : { splits: ticks }), values: (_, ys) => ys.map(short) }),
+      ],
       series: [{}, ...options.series],
       bands: options.bands || [],
       hooks: { setCursor: [(u) => onhover(u, u.cursor.idx)] },
@@ -114,7 +136,7 @@ function areaChart(host, legend, { xs, parts, height, format = short, top }) {
   const sums = [];
   let sum = new Array(xs.length).fill(0);
   for (const { ys } of parts) {
-    sum = sum.map((below, i) => below + (ys[i] || 0));
+    sum = sum.map((below, i) => below + (drawable(ys[i]) || 0));
     sums.push(sum);
   }
   const series = parts.map(({ color }) => ({

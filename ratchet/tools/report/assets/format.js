@@ -24,6 +24,7 @@ function percent(share) {
 }
 
 function duration(seconds) {
+  if (!Number.isFinite(seconds)) return "–";
   const s = Math.round(seconds);
   if (seconds < 1) return `${short(Number((1000 * seconds).toPrecision(3)))} ms`;
   if (seconds < 10) return `${short(Number(seconds.toPrecision(3)))} s`;

@@ -70,7 +70,7 @@ class Run {
     if (kind === "step") return this.steps;
     const column = this.columns[kind === "time" ? "time/step_s" : "rollout/trained_tokens"] || [];
     let sum = 0;
-    return Float64Array.from(this.steps, (_, i) => (sum += column[i] || 0));
+    return Float64Array.from(this.steps, (_, i) => (sum += Math.max(0, drawable(column[i]))));
   }
 
   takeRollouts({ facts, arrays }) {

@@ -61,8 +61,12 @@ class LiveSource {
     return answer;
   }
 
-  async run(name, after = -1) {
-    return unpack(await (await this.ask("run", { run: name, after })).arrayBuffer());
+  /** Steps that the run does not have yet, in as many answers as they take. */
+  async takeNew(run) {
+    do {
+      const answer = await this.ask("run", { run: run.name, after: run.steps.at(-1) ?? -1 });
+      run.take(unpack(await answer.arrayBuffer()));
+    } while (run.facts.has_more);
   }
 
   async listed() {
@@ -87,7 +91,7 @@ class LiveSource {
   async read(run) {
     if (run.known) return;
     run.known = true;
-    run.take(await this.run(run.name));
+    await this.takeNew(run);
   }
 
   async rollouts(run) {
@@ -136,7 +140,7 @@ class LiveSource {
         run.version = version;
       } else if (JSON.stringify(version) !== JSON.stringify(run.version)) {
         if (version.metrics < run.version.metrics) run.forget(); // it went on from a checkpoint, and does some steps again
-        run.take(await this.run(name, run.steps.at(-1) ?? -1));
+        await this.takeNew(run);
         run.version = version;
         this.held.clear();
         if (run.rollouts) await this.rollouts(run);

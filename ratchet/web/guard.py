@@ -1,0 +1,135 @@
+"""What stands before an application: names that a request may give, answers for what breaks, and bodies within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from ratchet.web.connection import Limits
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PIECE = 2**18  # bytes of an answer that are handed on at once, so that each has a deadline of its own
+
+Message = MutableMapping[str, Any]
+# (status, what is wrong, code) -> (content type, body)
+Form = Callable[[int, str, str], tuple[str, bytes]]
+
+
+def plain(status: int, message: str, code: str) -> tuple[str, bytes]:
+    """Return an error as plain text."""
+    return "text/plain; charset=utf-8", message.encode()
+
+
+class Guard:
+    """ASGI middleware.
+
+    app: the application.
+    names: hosts that a request may name in its Host and Origin; None: any. A server without a key has to check, or a page of
+    another site could ask it through the user's browser (DNS rebinding, or a simple POST).
+    form: turns an error into an answer.
+
+    An exception of the application is logged once, under an id that the client gets in an answer with status 500.
+    """
+
+    def __init__(self, app: Any, *, names: Collection[str] | None = None, form: Form = plain) -> None:
+        self.app, self.names, self.form = app, names, form
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        has_begun = False
+
+        async def tracked(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            for piece in _pieces(message):
+                await send(piece)
+
+        async def refuse(status: int, message: str, code: str) -> None:
+            if not has_begun:
+                kind, body = self.form(status, message, code)
+                headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+                await send({"type": "http.response.start", "status": status, "headers": headers})
+                await send({"type": "http.response.body", "body": body})
+
+        if self.names is not None and (why := stranger(scope["headers"], self.names)):
+            await refuse(403, why, "forbidden_host")
+            return
+        try:
+            await self.app(scope, receive, tracked)
+        except asyncio.CancelledError:
+            await refuse(503, "the server is stopping", "stopping")
+        # The boundary of a request: an answer that breaks is no reason to end the server.
+        except Exception:
+            name = secrets.token_hex(4)
+            log.exception("request %s, %s %s, broke", name, scope["method"], scope["path"])
+            await refuse(500, f"this is a fault of the server; its log has the reason under {name}", "internal_error")
+
+
+def stranger(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
+    """Return why the Host or the Origin of a request is refused; "" where they are among `names`."""
+    given = {name: value.decode("latin-1") for name, value in headers}
+    host = _host(f"//{given.get(b'host', '')}")
+    if host not in names:
+        return f"the request names the host '{host:.80}', and this server answers to {', '.join(names)} alone"
+    origin = given.get(b"origin")
+    if origin is not None and _host(origin) not in names:
+        return f"the request comes from a page of '{origin:.80}', and without a key only local pages are answered"
+    return ""
+
+
+def _host(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _pieces(message: Message) -> Iterable[Message]:
+    body = message.get("body", b"")
+    if len(body) <= PIECE:
+        return (message,)
+    starts = range(0, len(body), PIECE)
+    last = starts[-1]
+    return (
+        {**message, "body": body[start : start + PIECE], "more_body": start != last or message.get("more_body", False)}
+        for start in starts
+    )
+
+
+class BodyRefused(Exception):
+    """A request's body that is not read to its end. status: of the answer."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Bodies:
+    """Reads bodies of requests: each within its size and time, all together within the memory that `limits` name."""
+
+    def __init__(self, limits: Limits = Limits()) -> None:
+        self.limits, self.held = limits, 0
+
+    async def read(self, stream: AsyncIterator[bytes]) -> bytes:
+        """Return the whole body of one request. Raises BodyRefused."""
+        limits, parts, size = self.limits, list[bytes](), 0
+        try:
+            async with asyncio.timeout(limits.body_s):
+                async for part in stream:
+                    size += len(part)
+                    self.held += len(part)
+                    if size > limits.body_bytes:
+                        raise BodyRefused(413, f"the body has more than {limits.body_bytes} bytes", "body_too_large")
+                    if self.held > limits.bodies_bytes:
+                        raise BodyRefused(503, "the server reads too many large bodies: ask again later", "busy")
+                    parts.append(part)
+        except TimeoutError:
+            raise BodyRefused(408, f"the body was not here after {limits.body_s:g} s", "body_too_slow") from None
+        finally:
+            self.held -= size
+        return b"".join(parts)

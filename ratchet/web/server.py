@@ -1,0 +1,143 @@
+"""A server of an ASGI application on a socket that is bound already, in the event loop of its caller or in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from ratchet.web.connection import Connections, GuardedProtocol, Limits
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+RETRY_S = 0.1  # after the system refused a descriptor
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LEAST = 8  # connections, however few descriptors there are
+
+
+class Server:
+    """Serves until `stop`. It accepts one connection after another, and only while it has room: asyncio's own accepting goes
+    on at full speed where the process has no descriptor left.
+
+    access_log: one line for each request, as uvicorn writes it.
+    """
+
+    def __init__(self, app: Any, listener: socket.socket, *, limits: Limits = Limits(), access_log: bool = False) -> None:
+        self.limits, self.accepted, self.refused = limits, 0, 0
+        self._listener, self._state, self._stopping = listener, ServerState(), asyncio.Event()
+        self._connections = Connections(min(limits.connections, descriptors() // 2))
+        logs: dict[str, Any] = {"log_level": "info"} if access_log else {"log_config": None, "access_log": False}
+        self._config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            h11_max_incomplete_event_size=limits.head_bytes,
+            timeout_keep_alive=int(limits.head_s) + 1,
+            **logs,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._listener.getsockname()[:2]
+
+    def stop(self) -> None:
+        """End `run`, after answers that are on their way. Call it in the event loop that runs the server."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Accept and answer until `stop`, then close the socket and all connections."""
+        self._config.load()
+        self._listener.setblocking(False)
+        self._listener.listen(BACKLOG)
+        accepting, stopping = asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # A fault of accepting itself goes on to the caller; a server that is deaf would be worse.
+            results = await _cancel(accepting, stopping)
+            self._listener.close()
+            await self._close()
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._connections.has_room.wait()
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                self.refused += 1
+                if error.errno in NO_DESCRIPTOR:
+                    self._connections.drop_oldest()
+                    await asyncio.sleep(RETRY_S)
+                continue
+            self.accepted += 1
+            self._connections.make_room()
+            with suppress(OSError):
+                await loop.connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> GuardedProtocol:
+        return GuardedProtocol(self._config, self._state, self._connections, self.limits)
+
+    async def _close(self) -> None:
+        for connection in list(self._connections.open):
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(list(self._state.tasks), timeout=self.limits.grace_s)
+        await _cancel(*self._state.tasks)
+        for connection in list(self._connections.open):
+            connection.drop("the server stops")
+        # Transports close in the next round of the event loop.
+        await asyncio.sleep(0)
+
+
+class ServerThread:
+    """A server in an event loop and a thread of its own, for callers that have no loop."""
+
+    def __init__(self, app: Any, listener: socket.socket, *, limits: Limits = Limits()) -> None:
+        self._server = Server(app, listener, limits=limits)
+        self.address = self._server.address
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="http")
+        self._thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._server.run())
+
+    def close(self) -> None:
+        """Stop the server and wait for its end."""
+        with suppress(RuntimeError):  # the loop is closed: it ended before
+            self._loop.call_soon_threadsafe(self._server.stop)
+        self._thread.join()
+
+
+def descriptors() -> int:
+    """Return how many descriptors this process may still open, at least twice `LEAST`."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return 2**20
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = 64
+    return max(most - used, 2 * LEAST)
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> list[Any]:
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
