@@ -64,6 +64,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "M6": ("a tokenizer with more tokens than the model", "refused with both sizes"),
         "M7": ("a sampler that disagrees with the learner", "the run stops and says which part is why"),
         "M8": ("a generator that was restarted", "it serves only after it got the current weights"),
+        "M9": (
+            "a log-probability far from its counterpart (a ratio beyond float32)",
+            "losses, KL estimators and corrections stay finite; the other tokens train",
+        ),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.policy_losses import At
 from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.ratios import bounded_ratio, k3
 from ratchet.batch import Batch
 from ratchet.interfaces import Outputs
 
@@ -43,12 +44,12 @@ def correct(
     mask_T = batch.trainable_T
     sampler_T = batch.rollout_logprobs_T.double() - batch.log_kept_mass_T.double()
     gap_T = torch.where(mask_T, batch.need("old_logprobs").double() - sampler_T, 0.0)
-    ratio_T = _gathered(batch, gap_T, weight).exp()
+    ratio_T = bounded_ratio(_gathered(batch, gap_T, weight))
     capped_T = ratio_T if weight == "none" else ratio_T.clamp(weight_low, weight_high)
     weight_T = torch.where(mask_T, capped_T, 0.0)
     kept_T = mask_T
     if mask != "none":
-        judged_T = _gathered(batch, gap_T, mask).exp()
+        judged_T = bounded_ratio(_gathered(batch, gap_T, mask))
         kept_T = mask_T & (judged_T >= mask_low) & (judged_T <= mask_high)
     batch = _measured(batch, gap_T, ratio_T, weight_T, kept_T)
     if weight in ("none", "sequence", "geometric"):
@@ -82,7 +83,7 @@ def _measured(batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, ke
     gap_N, weight_N = gap_T[mask_T], weight_T[mask_T]
     numbers = {
         "gap_mean": gap_N.abs().mean(),
-        "kl": (gap_N.exp() - 1 - gap_N).mean(),  # k3 estimate of KL(sampler || learner)
+        "kl": k3(-gap_N).mean(),  # of KL(sampler || learner)
         "weight_mean": weight_N.mean(),
         "weight_max": weight_N.max(),
         "clipped_share": (weight_N != ratio_T[mask_T]).double().mean(),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.ratios import bounded_ratio, k3
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError
 from ratchet.interfaces import Outputs
@@ -35,8 +36,8 @@ def kl_penalty(
         raise ConfigError(f"objective=forward has no estimator {estimator}: use k3")
     logprobs_T = out.need("logprobs")
     d_T = logprobs_T - batch.need("ref_logprobs")
-    ratio_T = (logprobs_T - out.need("old_logprobs")).exp()
-    k3_T = (-d_T).exp() - 1 + d_T
+    ratio_T = bounded_ratio(logprobs_T - out.need("old_logprobs"))
+    k3_T = k3(d_T)
     k_T = {"k1": d_T, "k2": d_T.square() / 2, "k3": k3_T}[estimator]
     through_ratio = objective == "reverse" and estimator != "k2"
     weight_T = ratio_T if through_ratio else ratio_T.detach()
