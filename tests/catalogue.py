@@ -86,6 +86,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "its process is replaced when they are many, and they end with it",
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
+        "R14": ("attempts of older weights that no ratio corrects", "a warning with the fix, before the run and in its log"),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),

@@ -1,5 +1,6 @@
-"""Log-ratios far beyond float32's exponential: every policy loss, KL estimator, correction and preference loss stays finite,
-an extreme token leaves the gradients of the others alone, and within the bound nothing differs from the plain exponential.
+"""Log-ratios far beyond float32's exponential: every policy loss, KL estimator, correction and
+preference loss stays finite, an extreme token leaves the gradients of the others alone, and within
+the bound nothing differs from the plain exponential.
 
 T = all tokens laid end to end, S = sequences, G = groups.
 """
@@ -82,8 +83,10 @@ def placed(batch: Batch, numbers: list[float]) -> Tensor:
 def tried(
     loss: Loss, log_ratios: list[float], advantages: list[float], dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """(x, gradient by each trained token's log-probability, metrics). The same log-ratios are against the old policy and
-    against the reference."""
+    """Return (x, gradient by each trained token's log-probability, metrics).
+
+    The same log-ratios are against the old policy and against the reference.
+    """
     batch = batch_of(dtype)
     logprobs_T = placed(batch, [-abs(x) / 2 - 0.1 for x in log_ratios])
     other_T = logprobs_T - placed(batch, log_ratios)
@@ -137,7 +140,8 @@ def test_within_the_bound_it_is_the_plain_exponential(name: str, log_ratios: lis
             patch.setattr(module, "bounded_ratio", torch.exp)
             patch.setattr(module, "k3", lambda d: (-d).exp() - 1 + d)
         plain = tried((LOSSES | KLS)[name], log_ratios, advantages, torch.float64)
-    assert torch.equal(bounded[0], plain[0]) and torch.equal(bounded[1], plain[1])
+    assert torch.equal(bounded[0], plain[0])
+    assert torch.equal(bounded[1], plain[1])
     assert all(torch.equal(bounded[2][key], plain[2][key]) for key in plain[2])
 
 
@@ -156,7 +160,7 @@ def test_the_bound_by_hand():
 
 @pytest.mark.parametrize(("advantage", "dual_clip"), [(1.0, None), (-1.0, 3.0), (-1.0, None)])
 def test_a_clipped_token_beyond_the_range_has_no_gradient(advantage: float, dual_clip: float | None):
-    """exp(100) overflows float32: where a clip bounds the objective the gradient is exactly 0, and so it is beyond the bound."""
+    """exp(100) overflows float32. The gradient is exactly 0 where a clip or the bound holds."""
     loss = partial(policy.clipped_surrogate, clip_low=0.2, clip_high=0.2, dual_clip=dual_clip)
     x, gradient, _ = tried(loss, [100.0] + [0.0] * (COUNT - 1), [advantage] * COUNT)
     assert gradient[0] == 0
@@ -171,7 +175,7 @@ LEVELS = ["none", "token", "turn", "sequence", "geometric"]
 
 
 def correction_of(gaps: list[float], **options: Any) -> Batch:
-    """The correction where the learner's old log-probabilities lie above the sampler's by `gaps`, as float32 training sees it."""
+    """Return the corrected batch, float32; old log-probabilities exceed the sampler's by gaps."""
     batch = batch_of(torch.float64)
     batch = batch.fill_tokens(old_logprobs=placed(batch, gaps) + batch.rollout_logprobs_T)
     return correct(batch, AlgoState(), **options).to("cpu", torch.float32)

@@ -70,6 +70,10 @@ VARIANTS = {
     "mini-batches": ("grpo", {"minibatches": 2, "epochs": 2, "loss": {"kind": "ppo", "dual_clip": 3.0}}),
     "mini-batches with a critic": ("ppo", {"minibatches": 3}),
     "sampler's logprobs": ("dapo", {"old_logprobs": "sampler", "truncated": "drop", "epochs": 2}),
+    "dapo shaped by length": (
+        "dapo",
+        {"shaping": [{"kind": "overlong_penalty", "max_length": 4096, "buffer": 512}]},
+    ),
     "shaped by length": ("grpo", {"shaping": [{"kind": "overlong_penalty", "max_length": 4096, "buffer": 512}]}),
     "shaped by its end": ("opo", {"shaping": [{"kind": "stop_properly", "coef": 0.2}, {"kind": "clip", "high": 2.0}]}),
     "normalised by the batch": (

@@ -17,9 +17,11 @@ High = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 + 
 
 
 class PolicyLoss(Part):
-    """level: that of its values; a correction must be at a level that it has."""
+    """level: that of its values; a correction must be at a level that it has. reads_old: False where no ratio to the old policy
+    enters the loss."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
+    reads_old: ClassVar[bool] = True
 
 
 class PPO(PolicyLoss):
@@ -41,6 +43,7 @@ class Reinforce(PolicyLoss):
     """No ratio and no clip."""
 
     function: ClassVar[str] = f"{POLICY}:reinforce"
+    reads_old: ClassVar[bool] = False
 
     kind: Literal["reinforce"] = "reinforce"
 
@@ -119,6 +122,7 @@ class Kimi(PolicyLoss):
 
 
 At = Literal["none", "token", "turn", "sequence", "geometric"]
+Denominator = Literal["all", "kept"]
 
 
 class CorrectionConfig(Part):
@@ -129,16 +133,23 @@ class CorrectionConfig(Part):
     weight: At = Field(default="token", description="Level of the importance weight; geometric: the mean over the answer.")
     weight_low: float = Field(default=0.0, ge=0, description="Least weight.")
     weight_high: float | None = Field(default=2.0, gt=0, description="Greatest weight; null: no bound.")
-    mask: At = Field(default="none", description="Level at which tokens leave the loss by their ratio (token: IcePop).")
-    mask_low: float = Field(default=0.5, ge=0, description="Those below leave.")
-    mask_high: float = Field(default=2.0, gt=0, description="Those above leave.")
+    mask: At = Field(
+        default="none", description="Level at which tokens are masked: their ratio is out of bounds, and they don't train."
+    )
+    mask_low: float = Field(default=0.5, ge=0, description="Those below are masked.")
+    mask_high: float = Field(default=2.0, gt=0, description="Those above are masked.")
+    mask_denominator: Denominator = Field(
+        default="all",
+        description="Tokens that the loss is divided by. all: masked ones count, as in IcePop and masked importance sampling; "
+        "kept: they don't, as in rejection sampling.",
+    )
 
     @model_validator(mode="after")
     def _keys_agree(self) -> CorrectionConfig:
         if self.weight == self.mask == "none":
             raise ValueError("correction with weight=none and mask=none does nothing: set one of them, or remove it")
         for key, low, high in (("weight", self.weight_low, self.weight_high), ("mask", self.mask_low, self.mask_high)):
-            named = sorted({f"{key}_low", f"{key}_high"} & self.changed)
+            named = sorted({f"{key}_low", f"{key}_high", f"{key}_denominator"} & self.changed)
             if getattr(self, key) == "none" and named:
                 raise ValueError(f"{named[0]} is not read with {key}=none: set {key}, or remove it")
             if high is not None and low >= high:

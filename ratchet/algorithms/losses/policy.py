@@ -1,8 +1,8 @@
 """Policy losses: pure functions `(out, batch, *, options) -> (x, metrics)`, to be minimised.
 
 T = tokens, S = sequences. r_t = exp(logprobs - old_logprobs), A = advantages, |y| = trainable tokens of a row. Every loss is
-homogeneous in A for a positive factor, so that a rollout correction may multiply x. Every exponential is bounded
-(`ratchet.algorithms.ratios`): values and gradients are finite whatever the log-probabilities are.
+homogeneous in A for a positive factor, so that a rollout correction may multiply x. Every
+exponential is bounded (`ratchet.algorithms.ratios`): values and gradients are finite.
 """
 
 from __future__ import annotations
