@@ -68,6 +68,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "a log-probability far from its counterpart (a ratio beyond float32)",
             "losses, KL estimators and corrections stay finite; the other tokens train",
         ),
+        "M10": ("an algorithm by a paper's name", "its defaults are the paper's objective, normaliser included"),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),

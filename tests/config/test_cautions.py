@@ -14,7 +14,7 @@ ON_POLICY_DISTILLATION = {"kind": "on_policy_distillation", "teacher": "x"}
 
 
 def warnings(algorithm: dict[str, Any], rollouts: dict[str, Any]) -> list[str]:
-    stage = {"environment": {"kind": "sorting"}, "algorithm": algorithm, "rollouts": rollouts}
+    stage = {"name": "a", "environment": {"kind": "sorting"}, "algorithm": algorithm, "rollouts": rollouts}
     config = {"name": "r", "model": {"preset": "tiny"}, "tokenizer": {"kind": "bytes"}, "stages": [stage]}
     lines = describe(RunConfig.model_validate(config)).splitlines()
     return [line.removeprefix("  warning").strip() for line in lines if line.startswith("  warning")]
