@@ -158,9 +158,14 @@ class CorrectionConfig(Part):
 
 
 class StaleCorrectionConfig(CorrectionConfig):
-    """The same with a wider bound: for attempts of weights that are some steps old."""
+    """The same for attempts of weights that are some steps old: a token of a weight above 5 is masked, as in AReaL's code."""
 
-    weight_high: float | None = Field(default=5.0, gt=0, description="Greatest weight; null: no bound.")
+    weight_high: float | None = Field(default=None, gt=0, description="Greatest weight; null: no bound.")
+    mask: At = Field(
+        default="token", description="Level at which tokens are masked: their ratio is out of bounds, and they don't train."
+    )
+    mask_low: float = Field(default=0.0, ge=0, description="Those below are masked.")
+    mask_high: float = Field(default=5.0, gt=0, description="Those above are masked.")
 
 
 class KLConfig(Section):
