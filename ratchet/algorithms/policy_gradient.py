@@ -97,7 +97,12 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
     terms = [Term("policy_gradient", loss, weighting, level=level, needs=ratios)]
     kl = config.kl
     if kl.coef > 0 and kl.place == "loss":
-        penalty: TermFunction = partial(kl_penalty, objective=kl.objective, estimator=kl.estimator or "k3")
+        penalty: TermFunction = partial(
+            kl_penalty,
+            objective=kl.objective,
+            estimator=kl.estimator or "k3",
+            importance_weight=kl.importance_weight,
+        )
         if config.correction is not None:
             penalty = partial(corrected, fn=penalty)
         terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))

@@ -234,6 +234,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {**KL, **AGAIN}, "kl.objective", "reverse", "forward"),
     (PG, {**KL, **AGAIN}, "kl.estimator", "k1", "k2"),
     (PG, {**KL, **AGAIN}, "kl.estimator", "k2", "k3"),
+    (PG, {"kl": {"coef": 0.1, "objective": "forward"}, **AGAIN}, "kl.importance_weight", True, False),
     (PG, {**KL, **adv("rloo"), "minibatches": 2}, "kl.place", "loss", "reward"),
     (PG, {**KL, **AGAIN}, "kl.target", None, 1e-4),
     (PG, {"kl": {"coef": 0.1, "target": 1e-4}, **AGAIN}, "kl.rate", 0.1, 1.0),

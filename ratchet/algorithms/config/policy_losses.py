@@ -178,6 +178,11 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3"] | None = Field(
         default=None, description="http://joschu.net/blog/kl-approx.html; null: k3 in the loss, k1 in the reward."
     )
+    importance_weight: bool = Field(
+        default=True,
+        description="Weigh a token by its ratio to what drew it: the gradient then stays right over several optimizer steps; "
+        "false: as GRPO was published, with objective=forward.",
+    )
     place: Literal["loss", "reward"] = Field(default="loss", description="A term of the loss, or part of each token's reward.")
     target: float | None = Field(
         default=None, gt=0, description="KL (nats a token) that the coefficient adapts towards; null: it is fixed."
@@ -195,6 +200,13 @@ class KLConfig(Section):
         if self.place == "reward" and self.estimator in ("k2", "k3"):
             raise ValueError(
                 f"estimator={self.estimator} as a reward has the gradient of no divergence: set estimator=k1, or place=loss"
+            )
+        if not self.importance_weight and self.place == "reward":
+            raise ValueError("importance_weight is not read with place=reward: set place=loss, or remove it")
+        if not self.importance_weight and self.objective == "reverse" and self.estimator != "k2":
+            raise ValueError(
+                f"estimator={self.estimator or 'k3'} has its gradient through importance_weight: set objective=forward, "
+                "estimator=k2, or importance_weight=true"
             )
         if self.target is None and "rate" in self.changed:
             raise ValueError("rate is not read without target: set target, or remove rate")
