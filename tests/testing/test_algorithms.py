@@ -28,7 +28,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms" / "properties
 VARIANTS = {
     "token correction": ("grpo", {"correction": {"weight": "token", "mask": "geometric"}}),
     "turn correction": ("grpo", {"correction": {"weight": "turn", "mask": "token"}}),
-    "sequence correction": ("gspo", {"correction": {"weight": "sequence", "mask": "turn"}}),
+    "sequence correction": ("gspo", {"correction": {"weight": "sequence", "mask": "turn", "mask_denominator": "kept"}}),
     "geometric correction": ("gmpo", {"correction": {"weight": "geometric", "mask": "sequence"}}),
     "mask alone": ("sapo", {"correction": {"weight": "none", "mask": "token"}, "weighting": "prompt_mean"}),
     "forward kl in the loss": ("grpo", {"kl": {"coef": 0.1, "objective": "forward"}, "entropy_coef": 0.01}),
