@@ -1,4 +1,4 @@
-"""Sections of the policy losses (`algorithm.loss`), of the rollout correction and of the KL penalty."""
+"""Sections of the policy losses (`algorithm.loss`), of the rollout correction, of the KL penalty and of the routers."""
 
 from __future__ import annotations
 
@@ -210,4 +210,33 @@ class KLConfig(Section):
             )
         if self.target is None and "rate" in self.changed:
             raise ValueError("rate is not read without target: set target, or remove rate")
+        return self
+
+
+class RouterConfig(Section):
+    """Of a mixture of experts: who routes the learner's tokens, and how evenly they are routed."""
+
+    replay: bool = Field(
+        default=False,
+        description="The policy's learner sends each token to the experts that the sampler sent it to (arXiv:2510.11370).",
+    )
+    balance_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the load-balance loss of each sequence (arXiv:2412.19437, section 2.1.2)."
+    )
+    z_coef: float = Field(default=0.0, ge=0, description="Weight of the router z-loss (arXiv:2202.08906, eq. 5).")
+    measure: bool = Field(
+        default=True, description="Measure loads and entropy, and which choices a replay has changed; false: where ranks can't."
+    )
+
+    @property
+    def watches(self) -> bool:
+        """Whether any term reads what routers do."""
+        return self.measure or self.balance_coef > 0 or self.z_coef > 0
+
+    @model_validator(mode="after")
+    def _does_something(self) -> RouterConfig:
+        if not self.measure and (self.balance_coef or self.z_coef):
+            raise ValueError("measure=false is not read with a loss of the routers, which measures: remove one of them")
+        if not (self.replay or self.watches):
+            raise ValueError("router neither replays nor measures anything: set replay=true, or remove it")
         return self
