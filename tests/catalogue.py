@@ -64,11 +64,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "M6": ("a tokenizer with more tokens than the model", "refused with both sizes"),
         "M7": ("a sampler that disagrees with the learner", "the run stops and says which part is why"),
         "M8": ("a generator that was restarted", "it serves only after it got the current weights"),
-        "M9": (
+        "M11": (
             "a log-probability far from its counterpart (a ratio beyond float32)",
             "losses, KL estimators and corrections stay finite; the other tokens train",
         ),
-        "M10": ("an algorithm by a paper's name", "its defaults are the paper's objective, normaliser included"),
+        "M12": ("an algorithm by a paper's name", "its defaults are the paper's objective, normaliser included"),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),
@@ -87,7 +87,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "its process is replaced when they are many, and they end with it",
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
-        "R14": ("attempts of older weights that no ratio corrects", "a warning with the fix, before the run and in its log"),
+        "R19": ("attempts of older weights that no ratio corrects", "a warning with the fix, before the run and in its log"),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),

@@ -89,7 +89,7 @@ def sampled(rows: list[Row]) -> list[Row]:
     return [replace(row, old_logprobs=old, rollout_logprobs=old) for row, old in zip(rows, rounded, strict=True)]
 
 
-@pytest.mark.fault("M10")
+@pytest.mark.fault("M12")
 @pytest.mark.parametrize("name", NAMED)
 @settings(max_examples=10)
 @given(rows=rollouts(max_groups=3))

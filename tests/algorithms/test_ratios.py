@@ -104,7 +104,7 @@ def is_finite(*tensors: Tensor) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-@pytest.mark.fault("M9")
+@pytest.mark.fault("M11")
 @pytest.mark.parametrize("name", [*LOSSES, *KLS, *PREFERENCES])
 @settings(max_examples=10)
 @given(log_ratios=EXTREME, advantages=SIGNS)
@@ -113,7 +113,7 @@ def test_values_and_gradients_are_finite(name: str, log_ratios: list[float], adv
     assert is_finite(x, gradient, *metrics.values())
 
 
-@pytest.mark.fault("M9")
+@pytest.mark.fault("M11")
 @pytest.mark.parametrize("name", [*LOSSES, *KLS])
 @settings(max_examples=8)
 @given(log_ratios=EXTREME, advantages=SIGNS, token=st.integers(0, COUNT - 1), value=st.sampled_from(EDGES))
@@ -181,7 +181,7 @@ def correction_of(gaps: list[float], **options: Any) -> Batch:
     return correct(batch, AlgoState(), **options).to("cpu", torch.float32)
 
 
-@pytest.mark.fault("M9")
+@pytest.mark.fault("M11")
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=10)
 @given(gaps=EXTREME)
@@ -221,7 +221,7 @@ def test_ordinary_weights_are_the_plain_exponential(level: str, gaps: list[float
 # --- through the learner
 
 
-@pytest.mark.fault("M9")
+@pytest.mark.fault("M11")
 def test_one_corrupt_log_probability_costs_no_optimizer_step():
     model = DecoderPolicy(Decoder(DecoderConfig(11, 8, 1, 2, 1, 4, 12)).init_weights(0))
     batch = batch_of(torch.float64)

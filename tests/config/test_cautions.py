@@ -20,7 +20,7 @@ def warnings(algorithm: dict[str, Any], rollouts: dict[str, Any]) -> list[str]:
     return [line.removeprefix("  warning").strip() for line in lines if line.startswith("  warning")]
 
 
-@pytest.mark.fault("R14")
+@pytest.mark.fault("R19")
 @pytest.mark.parametrize(
     "algorithm",
     [{"kind": "grpo"}, {"kind": "dapo", "minibatches": 2}, {"kind": "gspo"}, ON_POLICY_DISTILLATION],

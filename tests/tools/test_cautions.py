@@ -10,7 +10,7 @@ WARNING = "rollouts.max_staleness=1 trains on attempts of older weights, and alg
 
 
 @pytest.mark.slow
-@pytest.mark.fault("R14")
+@pytest.mark.fault("R19")
 def test_train_warns_of_staleness_before_its_steps(tmp_path):
     stage = {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 2}, "steps": 1, "batch_size": 2}
     plain = {"evaluation": {"tasks": 0}, "checkpoint": {"every": 0}, "stages": [{**stage, "rollouts": {"max_staleness": 1}}]}
