@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ratchet.algorithms.base import Algorithm
@@ -47,7 +48,7 @@ from ratchet.roles import check_routers, longest_row, make_roles
 from ratchet.run import Run
 from ratchet.stage import Arena, Plan, Policy
 from ratchet.turns import take_turns
-from ratchet.types import Sampling, Task
+from ratchet.types import Group, Sampling, Task
 
 
 def make_run(
@@ -86,7 +87,10 @@ def make_run(
         manager = Elsewhere(policy.generator, (plan.played, readable, needed))
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     source.ledger = ledger or source.ledger
-    drawn = _scheduled(source, playing, arena, plan, last_step=first + plan.steps) if isinstance(source, Rollouts) else source
+    drawn = source
+    if isinstance(source, Rollouts):
+        judges = partial(teaches, by_parts=algorithm.reads_parts)
+        drawn = _scheduled(source, playing, arena, plan, judges, last_step=first + plan.steps)
     evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
     probes = _probes(policy, arena, plan)
     return Run(
@@ -110,7 +114,9 @@ def make_run(
     )
 
 
-def _scheduled(rollouts: Rollouts, playing: Policy, arena: Arena, plan: Plan, *, last_step: int) -> Source:
+def _scheduled(
+    rollouts: Rollouts, playing: Policy, arena: Arena, plan: Plan, judges: Callable[[Group], bool], *, last_step: int
+) -> Source:
     """playing: the policy whose generator attempts ask. It must rest while the learner changes tensors that both read."""
     settings, source = plan.rollouts, rollouts
     if isinstance(playing.generator, Cuttable):
@@ -122,7 +128,7 @@ def _scheduled(rollouts: Rollouts, playing: Policy, arena: Arena, plan: Plan, *,
             playing.generator,
             rests=playing.ranks is None and getattr(playing.generator, "shares_weights", False),
             replayable=arena.environment.replayable and arena.agent is None,
-            teaches=teaches if settings.dynamic_sampling else None,
+            teaches=judges if settings.dynamic_sampling else None,
             tries=settings.max_replaced,
         )
     if settings.replay is not None:

@@ -66,6 +66,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "M8": ("a generator that was restarted", "it serves only after it got the current weights"),
         "M9": ("a teacher whose tokenizer rewrites the text", "where texts differ there is no advantage, and it is counted"),
         "M10": ("dropout in steps of different sizes", "no two micro-batches, steps or layers share a mask"),
+        "M11": (
+            "a log-probability far from its counterpart (a ratio beyond float32)",
+            "losses, KL estimators and corrections stay finite; the other tokens train",
+        ),
+        "M12": ("an algorithm by a paper's name", "its defaults are the paper's objective, normaliser included"),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),
@@ -85,6 +90,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
         "R14": ("an attempt ends at the turn limit behind a whole answer", "a reward model reads the answer's end of turn"),
+        "R19": ("attempts of older weights that no ratio corrects", "a warning with the fix, before the run and in its log"),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),

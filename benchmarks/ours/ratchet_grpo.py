@@ -97,7 +97,7 @@ async def main() -> None:
             options,
             policy,
             rt.Arena(TokenPrompts(range(policy.model.vocab_size)), judge),
-            rt.GRPOConfig(group_size=options.group_size),
+            rt.GRPOConfig(group_size=options.group_size, weighting="token_mean"),  # as the peers
             groups=options.prompts,
             prepare=watch,
             observers=(write, lambda step, numbers: phases.next_step()),

@@ -129,6 +129,7 @@ class Algorithm:
     minibatches_of: what a batch is dealt out to its mini-batches by. Losses that compare the rows of a group need "groups".
 
     reads_reward: False where nothing of it depends on rewards: attempts need none then, and those that nobody judged train.
+    reads_parts: True where attempts of equal reward still differ if the named parts of their rewards do.
 
     exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
     """
@@ -151,6 +152,7 @@ class Algorithm:
     temperature: float = 1.0
     turns: Literal["all", "last"] = "all"
     reads_reward: bool = True
+    reads_parts: bool = False
     replays: bool = False
     exempt: Mapping[str, str] = field(default_factory=dict)
 

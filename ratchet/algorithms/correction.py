@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.policy_losses import At
+from ratchet.algorithms.config.policy_losses import At, Denominator
 from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.ratios import bounded_ratio, k3
 from ratchet.batch import Batch
 from ratchet.interfaces import Outputs
 
@@ -31,26 +32,37 @@ def correct(
     mask: At = "none",
     mask_low: float = 0.5,
     mask_high: float = 2.0,
+    mask_denominator: Denominator = "all",
 ) -> Batch:
-    """Fills `correction` [T] (and `correction_S` [S] where the weight is a row's) = clip(exp(D), weight_low, weight_high), and
-    takes tokens with exp(D) outside [mask_low, mask_high] out of the final mask.
+    """Fill the column `correction` [T] = clip(exp(D), weight_low, weight_high), float64.
 
-    D is d_t itself ("token"), its sum over the turn or the sequence, or its mean over the sequence ("geometric"). The weight
-    is truncated importance sampling (https://fengyao.notion.site/off-policy-rl); the mask at token level is IcePop
-    (arXiv:2510.18855), at geometric level that of whole sequences (https://richardli.xyz/rl-collapse). A sum over a row grows
-    with its length; the geometric mean doesn't.
+    Tokens with exp(D) outside [mask_low, mask_high] are masked. mask_denominator="all": their weight
+    is 0, and means over the batch count them still. mask_denominator="kept": they leave the final
+    mask, numerators and denominators alike. Where the weight is one of a whole row, `correction_S`
+    [S] holds it too.
+
+    D is d_t itself ("token"), its sum over the turn or the sequence, or its mean over the sequence
+    ("geometric"). A sum over a row grows with its length; the geometric mean doesn't.
+
+    The weight is truncated importance sampling (https://fengyao.notion.site/off-policy-rl). IcePop
+    (arXiv:2510.18855) is weight="token", weight_high=None, mask="token", mask_denominator="all": the
+    weight is the ratio inside the bounds and 0 outside, and the means count every token. Masked
+    importance sampling of whole sequences (https://richardli.xyz/rl-collapse) is mask="sequence" or
+    "geometric". "kept" is rejection sampling, as verl's `rollout_rs`.
     """
     mask_T = batch.trainable_T
     sampler_T = batch.rollout_logprobs_T.double() - batch.log_kept_mass_T.double()
     gap_T = torch.where(mask_T, batch.need("old_logprobs").double() - sampler_T, 0.0)
-    ratio_T = _gathered(batch, gap_T, weight).exp()
+    ratio_T = bounded_ratio(_gathered(batch, gap_T, weight))
     capped_T = ratio_T if weight == "none" else ratio_T.clamp(weight_low, weight_high)
     weight_T = torch.where(mask_T, capped_T, 0.0)
     kept_T = mask_T
     if mask != "none":
-        judged_T = _gathered(batch, gap_T, mask).exp()
+        judged_T = bounded_ratio(_gathered(batch, gap_T, mask))
         kept_T = mask_T & (judged_T >= mask_low) & (judged_T <= mask_high)
     batch = _measured(batch, gap_T, ratio_T, weight_T, kept_T)
+    if mask_denominator == "all":
+        weight_T, kept_T = torch.where(kept_T, weight_T, 0.0), mask_T
     if weight in ("none", "sequence", "geometric"):
         row_T = torch.where(mask_T, weight_T, -torch.inf)
         row_S = torch.full((batch.n_sequences,), -torch.inf, dtype=torch.float64)
@@ -82,7 +94,7 @@ def _measured(batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, ke
     gap_N, weight_N = gap_T[mask_T], weight_T[mask_T]
     numbers = {
         "gap_mean": gap_N.abs().mean(),
-        "kl": (gap_N.exp() - 1 - gap_N).mean(),  # k3 estimate of KL(sampler || learner)
+        "kl": k3(-gap_N).mean(),  # of KL(sampler || learner)
         "weight_mean": weight_N.mean(),
         "weight_max": weight_N.max(),
         "clipped_share": (weight_N != ratio_T[mask_T]).double().mean(),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.ratios import bounded_ratio, k3
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError
 from ratchet.interfaces import Outputs
@@ -20,7 +21,12 @@ COEF = "coef/kl"  # where an adaptive coefficient is kept in the state: "coef/" 
 
 
 def kl_penalty(
-    out: Outputs, batch: Batch, *, objective: Literal["reverse", "forward"], estimator: Literal["k1", "k2", "k3"]
+    out: Outputs,
+    batch: Batch,
+    *,
+    objective: Literal["reverse", "forward"],
+    estimator: Literal["k1", "k2", "k3"],
+    importance_weight: bool = True,
 ) -> tuple[Tensor, Metrics]:
     """A penalty whose expected gradient, over tokens drawn from the old policy, is that of the named objective. Token level.
 
@@ -29,18 +35,27 @@ def kl_penalty(
     gives 0 and the *forward* KL; so the importance ratio w = policy/old multiplies them, with its gradient for reverse k1
     and k3 (the score function then acts), detached for k2 and for forward k3, whose own derivatives are already right.
     The value is an unbiased estimate of the named KL for reverse k1 and k3; for k2 and for forward k3 only the gradient is.
-    Raises ConfigError for forward k1 and k2, whose gradients are those of no forward KL.
+
+    importance_weight=False leaves a detached w out: forward k3 is then differentiated as it stands, as
+    in GRPO (arXiv:2402.03300) eq. 3 and 4. Its gradient is right where policy and old policy are the
+    same. Raises ConfigError for forward k1 and k2, whose gradients are those of no forward KL, and for
+    reverse k1 and k3 without the weight that carries their gradient.
     """
     if objective == "forward" and estimator != "k3":
         raise ConfigError(f"objective=forward has no estimator {estimator}: use k3")
     logprobs_T = out.need("logprobs")
     d_T = logprobs_T - batch.need("ref_logprobs")
-    ratio_T = (logprobs_T - out.need("old_logprobs")).exp()
-    k3_T = (-d_T).exp() - 1 + d_T
+    ratio_T = bounded_ratio(logprobs_T - out.need("old_logprobs"))
+    k3_T = k3(d_T)
     k_T = {"k1": d_T, "k2": d_T.square() / 2, "k3": k3_T}[estimator]
+    metrics = {"kl": (ratio_T * k3_T).detach()}
     through_ratio = objective == "reverse" and estimator != "k2"
+    if not importance_weight:
+        if through_ratio:
+            raise ConfigError(f"estimator={estimator} has its gradient through importance_weight: use k2 or objective=forward")
+        return k_T, metrics
     weight_T = ratio_T if through_ratio else ratio_T.detach()
-    return weight_T * k_T, {"kl": (ratio_T * k3_T).detach()}
+    return weight_T * k_T, metrics
 
 
 def kl_in_reward(batch: Batch, state: AlgoState, *, coef: float) -> Batch:

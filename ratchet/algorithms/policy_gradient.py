@@ -12,7 +12,7 @@ from ratchet.algorithms.config.advantages import Mixture
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.correction import corrected
-from ratchet.algorithms.filters import drop_silent_groups, drop_truncated
+from ratchet.algorithms.filters import drop_silent_groups, drop_truncated, note_signal
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_penalty
 from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
 from ratchet.algorithms.losses.routers import router_terms
@@ -61,6 +61,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         group_size=config.group_size,
         greedy_baseline="greedy" in config.reads,
         reads_reward=config.reads_reward,
+        reads_parts="parts" in config.reads,
         replays=config.router is not None and config.router.replay,
         exempt=_exemptions(config),
     )
@@ -96,7 +97,12 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
     terms = [Term("policy_gradient", loss, weighting, level=level, needs=ratios)]
     kl = config.kl
     if kl.coef > 0 and kl.place == "loss":
-        penalty: TermFunction = partial(kl_penalty, objective=kl.objective, estimator=kl.estimator or "k3")
+        penalty: TermFunction = partial(
+            kl_penalty,
+            objective=kl.objective,
+            estimator=kl.estimator or "k3",
+            importance_weight=kl.importance_weight,
+        )
         if config.correction is not None:
             penalty = partial(corrected, fn=penalty)
         terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))
@@ -115,11 +121,15 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
     if config.positive_nll_coef > 0:
         steps.append(keep_judged)
+    estimator: Transform = construct(config.advantage)
+    if config.equal_rewards == "drop" and _adds_signal(config.shaping):
+        judged = [construct(part) for part in config.shaping if not _adds_signal((part,))]
+        steps.append(partial(note_signal, transforms=(*judged, estimator)))
     steps += [construct(part) for part in config.shaping]
     if config.kl.coef > 0:
         steps.append(partial({"reward": kl_in_reward, "loss": kl_in_loss}[config.kl.place], coef=config.kl.coef))
-    steps.append(construct(config.advantage))
-    if config.equal_rewards == "drop":
+    steps.append(estimator)
+    if config.equal_rewards != "keep":
         steps.append(drop_silent_groups)
     if config.truncated == "drop":
         steps.append(drop_truncated)
@@ -130,6 +140,11 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     if config.advantage_clip is not None:
         steps.append(partial(clip_advantages, limit=config.advantage_clip))
     return tuple(steps)
+
+
+def _adds_signal(shaping: tuple[Section, ...]) -> bool:
+    """True if answers of equal reward differ after shaping, by their length or because one was truncated."""
+    return any("equal_rewards" in getattr(part, "exempt", {}) for part in shaping)
 
 
 def _adaptation(kl: KLConfig) -> Any:
@@ -147,7 +162,9 @@ def adapt_coef(state: AlgoState, metrics: Mapping[str, float], *, coef: float, m
 
 def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:
     """What the parts say, and what options of the algorithm take away."""
-    parts: tuple[Section, ...] = (*config.estimators, *config.shaping, config.loss)
+    # What shaping alone tells apart, equal_rewards=drop leaves out.
+    shaping = () if config.equal_rewards == "drop" else config.shaping
+    parts: tuple[Section, ...] = (*config.estimators, *shaping, config.loss)
     found: list[Mapping[str, str]] = []
     if config.kl.coef > 0 and config.kl.place == "reward":
         found += [getattr(part, "exempt_under_kl", {}) for part in config.estimators]

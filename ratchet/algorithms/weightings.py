@@ -13,7 +13,10 @@ from ratchet.batch import Batch
 
 
 def token_mean(batch: Batch) -> Tensor:
-    """mask / sum(mask): every trainable token counts the same. DAPO (arXiv:2503.14476) eq. 8. Sums to 1. float64 [T]."""
+    """mask / sum(mask): every trainable token counts the same. Sums to 1. float64 [T].
+
+    DAPO (arXiv:2503.14476) eq. 8 over a batch, as its authors' code has it; see `prompt_mean`.
+    """
     return _mean_over(batch.trainable_T)
 
 
@@ -25,7 +28,10 @@ def sequence_mean(batch: Batch) -> Tensor:
 
 
 def prompt_mean(batch: Batch) -> Tensor:
-    """mask / (|group| * #groups): mean over prompts of the token mean within their group. Sums to 1."""
+    """mask / (|group| * #groups): mean over prompts of the token mean within their group. Sums to 1.
+
+    DAPO (arXiv:2503.14476) eq. 8 prompt by prompt, as it is written.
+    """
     mask_T = batch.trainable_T.double()
     count_G = batch.group_sum(batch.sequence_sum(mask_T))
     return mask_T / count_G.clamp(min=1)[batch.group_S][batch.sequence_T] / _positive(count_G)

@@ -125,6 +125,13 @@ def _replaced(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "rollouts.dynamic_sampling",
             "algorithm.group_size",
         )
+    if rollouts.dynamic_sampling and stage.source == "rollouts" and not getattr(stage.algorithm, "reads_reward", True):
+        yield clash(
+            f"rollouts.dynamic_sampling compares rewards, and algorithm {getattr(stage.algorithm, 'kind', '')} reads none: "
+            "remove it",
+            "rollouts.dynamic_sampling",
+            "algorithm.kind",
+        )
     if rollouts.max_replaced != RolloutsConfig().max_replaced and not rollouts.dynamic_sampling:
         yield clash(
             "rollouts.max_replaced is read by rollouts.dynamic_sampling alone: set that to true, or remove it",

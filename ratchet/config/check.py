@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.cautions import cautions
 from ratchet.config.model import context_of
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.stores import is_address
@@ -86,6 +87,7 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
         ("data", _data(stage)),
         ("evaluation", _evaluation(stage, first)),
         ("checkpoints", _checkpoints(stage, first)),
+        *(("warning", caution) for caution in cautions(stage)),
     ]
     hidden = {name for name, text in rows if not text}
     if stage.source not in ("rollouts", None) or (not stage.rewards and not getattr(stage.algorithm, "reads_reward", True)):

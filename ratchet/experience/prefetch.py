@@ -24,9 +24,17 @@ MISMATCH = "batch/correction/kl"  # the metric that `Concurrency` holds a target
 log = logging.getLogger(__name__)
 
 
-def teaches(group: Group) -> bool:
-    """Whether its attempts have rewards that differ: where all are alike, none is better than another."""
-    return len({row.reward for row in group.trajectories if row.use == "train" and row.reward is not None}) > 1
+def teaches(group: Group, *, by_parts: bool = False) -> bool:
+    """True if the attempts of a group have rewards that differ: else none is better than another.
+
+    These are rewards as judged, before the algorithm's shaping: DAPO (arXiv:2503.14476) eq. 8 counts
+    right answers, whatever a penalty for length adds. by_parts: the named parts of a reward count
+    each by itself, for algorithms that read them.
+    """
+    rows = [row for row in group.trajectories if row.use == "train" and row.reward is not None]
+    if by_parts:
+        return len({(row.reward, *sorted(row.reward_parts.items())) for row in rows}) > 1
+    return len({row.reward for row in rows}) > 1
 
 
 class Prefetch:

@@ -27,6 +27,7 @@ from ratchet.assemble import (
 from ratchet.checkpoint.mirror import Mirror
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
+from ratchet.config.cautions import cautions
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
@@ -278,6 +279,8 @@ class Session:
         policies = stage.checkpoint
         self.store.keep, self.store.keep_best, self.store.keep_every = policies.keep, policies.keep_best, policies.keep_every
         run = build_run(self.config, index, policy, directory=self.directory.path, ledger=self.ledger, stop=stop)
+        for caution in cautions(stage):
+            log.warning("stage %s: %s", run.name, caution)
         if run.trainable:
             trains, share = run.trainable["trainable_parameters"], run.trainable["trainable_share"]
             log.info("stage %s trains %s parameters of an adapter, %.2f %% of all", run.name, f"{trains:,}", 100 * share)

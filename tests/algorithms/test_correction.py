@@ -23,6 +23,7 @@ from torch import Tensor
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.correction import correct, corrected
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce
+from ratchet.algorithms.weightings import token_mean
 from ratchet.batch import Batch
 from ratchet.errors import MissingColumn
 
@@ -61,10 +62,11 @@ def off_the_bounds(rows: list[Row], level: str, bounds: tuple[float | None, ...]
 
 @pytest.mark.parametrize("mask", LEVELS)
 @pytest.mark.parametrize("weight", LEVELS)
-@given(rows=drifted(), caps=CAPS, bounds=BOUNDS)
-def test_weights_masks_and_metrics_equal_the_oracle(weight: str, mask: str, rows: list[Row], caps, bounds):
+@given(rows=drifted(), caps=CAPS, bounds=BOUNDS, denominator=st.sampled_from(["all", "kept"]))
+def test_weights_masks_and_metrics_equal_the_oracle(weight: str, mask: str, rows: list[Row], caps, bounds, denominator):
     assume(off_the_bounds(rows, weight, caps) and off_the_bounds(rows, mask, bounds))
     spec = {"weight_low": caps[0], "weight_high": caps[1], "mask_low": bounds[0], "mask_high": bounds[1]}
+    spec |= {"mask_denominator": denominator}
     found = run(rows, weight=weight, mask=mask, **spec)
     expected = oracle.correct(rows, weight=weight, mask=mask, **spec)
     close(found.need("correction"), column(expected.token))
@@ -80,7 +82,8 @@ def test_weights_masks_and_metrics_equal_the_oracle(weight: str, mask: str, rows
 @given(rows=drifted(), mask=st.sampled_from(LEVELS[1:]))
 def test_only_the_final_mask_shrinks(rows: list[Row], mask: str):
     before = filled(rows, "old_logprobs")
-    after = correct(before, AlgoState(), mask=mask, mask_low=0.9, mask_high=1.1)  # pyright: ignore[reportArgumentType]
+    bounds = {"mask_low": 0.9, "mask_high": 1.1, "mask_denominator": "kept"}
+    after = correct(before, AlgoState(), mask=mask, **bounds)  # pyright: ignore[reportArgumentType]
     assert not (after.trainable_T & ~before.trainable_T).any()
     for name in ("train_S", "scored_S", "predicted_T", "tokens_T", "lengths_S"):
         assert torch.equal(getattr(after, name), getattr(before, name))
@@ -155,9 +158,12 @@ def test_caps(low: float, high: float | None, expected: list[float]):
     ],
 )
 def test_masks(mask: str, low: float, high: float, stays: list[int]):
-    batch = by_hand(mask=mask, mask_low=low, mask_high=high)
+    batch = by_hand(mask=mask, mask_low=low, mask_high=high, mask_denominator="kept")
     assert batch.trainable_T[TRAINED].tolist() == [bool(s) for s in stays]
     assert not batch.trainable_T[[not t for t in TRAINED]].any()
+    counted = by_hand(mask=mask, mask_low=low, mask_high=high)
+    assert counted.trainable_T.tolist() == TRAINED
+    assert (counted.need("correction")[TRAINED] > 0).tolist() == [bool(s) for s in stays]
 
 
 def test_metrics_by_hand():
@@ -170,6 +176,33 @@ def test_metrics_by_hand():
     assert batch.metrics["correction/masked_share"] == pytest.approx(1 / 3)
     assert batch.metrics["correction/gap_mean"] == pytest.approx(5 * ln2 / 3)
     assert batch.metrics["correction/kl"] == pytest.approx((4.75 - 3 + ln2) / 3)  # d: 2 ln 2, -ln 2, -2 ln 2
+
+
+# Log-ratios of the learner to the sampler, on policy otherwise: exp(2.5) = 12.2 is outside [0.5, 5].
+ICEPOP = {"weight": "token", "weight_high": None, "mask": "token", "mask_low": 0.5, "mask_high": 5.0}
+LOG_GAPS, ADVANTAGES = [-0.5, 2.5, -0.2], [1.0, -1.0, 2.0]
+
+
+@pytest.mark.parametrize(("denominator", "tokens"), [("all", 3), ("kept", 2)])
+def test_icepop_is_the_papers_objective_by_hand(denominator: str, tokens: int):
+    """Weight = ratio inside the bounds, 0 outside. The mean is over all tokens: (e^-0.5 + 2 e^-0.2) / 3, to be maximised."""
+    old = [0.0, *[-1.0] * 3]
+    sampler = [0.0, *[-1.0 - gap for gap in LOG_GAPS]]
+    row = Row("g", 0, [1] * 4, [False, True, True, True], reward=1.0, old_logprobs=old, rollout_logprobs=sampler)
+    batch = run([row], **ICEPOP, mask_denominator=denominator).fill_tokens(advantages=column([[0.0, *ADVANTAGES]]))
+    logprobs_T = leaf([old])
+    x_T, _ = corrected(outputs(batch, logprobs_T, [row]), batch, fn=partial(clipped_surrogate, clip_low=0.2, clip_high=0.2))
+    loss = (token_mean(batch) * x_T).sum()
+    weights = [math.exp(-0.5), 0.0, math.exp(-0.2)]
+    assert loss.item() == pytest.approx(-(weights[0] + 2 * weights[2]) / tokens, rel=1e-6)
+    slopes = [-w * a / tokens for w, a in zip(weights, ADVANTAGES, strict=True)]
+    assert gradient(loss, logprobs_T)[1:].tolist() == pytest.approx(slopes, rel=1e-6)
+
+
+def test_a_masked_sequence_has_the_weight_zero_and_stays_counted():
+    batch = by_hand(weight="none", mask="sequence", mask_low=0.6, mask_high=3.0)  # the row's ratio is 1/2
+    assert batch.need("correction_S").tolist() == [0.0]
+    assert batch.trainable_T.tolist() == TRAINED
 
 
 def test_a_batch_in_which_nothing_trains():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from oracles import shaping as oracle
-from oracles.cases import episodes, filled, kept
+from oracles.cases import episodes, filled, groups, kept
 from oracles.ragged import Row, flat, token_mean, weights_of
 
 from ratchet.algorithms.advantages.group import gdpo, group_relative
@@ -17,6 +17,8 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated
 from ratchet.algorithms.weightings import token_mean as token_mean_weights
 from ratchet.batch import Batch
+from ratchet.config.kinds import construct, resolve
+from ratchet.data.packing import pack
 
 PAIRS = [(drop_silent_groups, oracle.drop_silent_groups), (drop_truncated, oracle.drop_truncated)]
 
@@ -102,3 +104,71 @@ def test_parts_that_cancel_in_their_sum_are_a_signal():
 def test_truncated_rows_by_hand():
     rows = attempts("a", 1, 0) + attempts("b", 1, 0, ending="truncated")
     assert drop_truncated(filled(rows), AlgoState()).train_S.tolist() == [True, True, False, False]
+
+
+# --- which rewards decide: as judged, or as shaped
+
+
+def answers(group: str, *judged: tuple[float, int]) -> list[Row]:
+    """Attempts of given reward and length."""
+    return [Row(group, i, [1] * (n + 1), [False] + [True] * n, "scored", reward) for i, (reward, n) in enumerate(judged)]
+
+
+OVERLONG = {"kind": "overlong_penalty", "max_length": 8, "buffer": 4}
+WRONG, MIXED, RIGHT = (
+    answers("wrong", (0, 2), (0, 6), (0, 8)),
+    answers("mixed", (0, 2), (1, 8), (0, 6)),
+    answers("right", (1, 7), (1, 3), (1, 8)),
+)
+
+
+def prepared(rows: list[Row], **options) -> tuple[Batch, AlgoState]:
+    algorithm = construct(resolve("algorithm", {"kind": "dapo", "shaping": [OVERLONG], **options}))
+    state = AlgoState()
+    return algorithm.advantage(pack(groups(rows)), state), state
+
+
+def trained_groups(batch: Batch) -> list[bool]:
+    return [bool(count) for count in batch.group_sum(batch.sequence_sum(batch.trainable_T.double()))]
+
+
+def test_dapo_counts_right_answers_before_it_penalises_their_length():
+    """Eq. 8 asks for 0 < right answers < G, so a group that is all wrong, or all right, trains on nothing."""
+    batch, _ = prepared(WRONG + MIXED + RIGHT)
+    assert trained_groups(batch) == [False, True, False]
+    outside_T = ~batch.trainable_T
+    assert not batch.need("advantages")[outside_T].any()
+    alone, _ = prepared(MIXED)
+    assert torch.equal(batch.need("advantages")[batch.trainable_T], alone.need("advantages")[alone.trainable_T])
+    right, long_wrong = 0.0, -0.5  # 1 - 1 for a right answer of 8 tokens; 0 - 0.5 for a wrong one of 6
+    assert batch.rewards_S[3:6].tolist() == pytest.approx([0.0, right, long_wrong])
+
+
+def test_with_drop_shaped_lengths_alone_are_a_signal():
+    batch, _ = prepared(WRONG + MIXED + RIGHT, equal_rewards="drop_shaped")
+    assert trained_groups(batch) == [True, True, True]
+
+
+def test_a_group_that_shaping_levels_still_counts_for_dapo():
+    """Unequal as judged, equal as shaped: it stays in the means, with advantages of 0."""
+    rows = answers("levelled", (1, 8), (0, 2))
+    assert trained_groups(prepared(rows)[0]) == [True]
+    assert not prepared(rows)[0].need("advantages").any()
+    assert trained_groups(prepared(rows, equal_rewards="drop_shaped")[0]) == [False]
+
+
+def test_what_redefines_the_reward_decides_too():
+    """Weights of parts and bounds say what the reward is; a penalty for length does not."""
+    parts = [{"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0}]
+    rows = [replace(row, parts=p) for row, p in zip(answers("a", (1, 2), (1, 6)), parts, strict=True)]
+    weights = {"kind": "component_weights", "weights": {"right": 1.0, "form": 0.1}}
+    assert trained_groups(prepared(rows)[0]) == [False]
+    assert trained_groups(prepared(rows, shaping=[weights, OVERLONG])[0]) == [True]
+    bounds = {"kind": "clip", "high": 1.0}
+    assert trained_groups(prepared(answers("b", (2, 2), (3, 6)), shaping=[bounds, OVERLONG])[0]) == [False]
+
+
+def test_looking_for_a_signal_leaves_the_state_alone():
+    running = {"kind": "normalise", "over": "running"}
+    _, state = prepared(MIXED, shaping=[running, OVERLONG])
+    assert state.numbers["reward_count"] == 3

@@ -31,7 +31,7 @@ from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 
 PAPERS = [
-    pytest.param(GRPOConfig(weighting="sequence_mean"), oracle.sequence_mean, (), id="GRPO"),
+    pytest.param(GRPOConfig(), oracle.sequence_mean, (), id="GRPO"),
     pytest.param(DAPOConfig(equal_rewards="keep"), oracle.token_mean, (), id="DAPO"),
     pytest.param(DrGRPOConfig(fixed_length=7), oracle.fixed_length, (7,), id="Dr. GRPO"),
     pytest.param(
@@ -97,9 +97,9 @@ def test_kl_in_the_loss_on_policy(estimator: str, rows: list[Row]):
             d = lp - ref
             x_row[t] += 0.05 * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
             s_row[t] += 0.05 * {"k1": d + 1, "k2": d, "k3": d}[estimator]
-    weights = weights_of(oracle.token_mean, rows)
+    weights = weights_of(oracle.sequence_mean, rows)
     slopes = [[w * s for w, s in zip(w_row, s_row, strict=True)] for w_row, s_row in zip(weights, slope, strict=True)]
-    value, expected = oracle.token_mean(rows, x), column(kept(rows, slopes))
+    value, expected = oracle.sequence_mean(rows, x), column(kept(rows, slopes))
     rows = kept(rows, rows)
     logprobs_T = leaf([row.logprobs for row in rows])
     loss = total(grpo(kl={"coef": 0.05, "estimator": estimator}), rows, logprobs_T)

@@ -130,3 +130,21 @@ def test_forward_is_refused_where_its_gradient_would_be_another(estimator: str):
     z, z_old, z_ref = [0.3, -1.0, 2.0, 0.0], [1.0, 0.0, -1.0, 0.5], [0.0, 0.1, 0.2, 0.3]
     with pytest.raises(ConfigError, match="k3"):
         expected(z, z_old, z_ref, objective="forward", estimator=estimator)
+
+
+@given(z=LOGITS, z_old=LOGITS, z_ref=LOGITS)
+def test_without_the_weight_it_is_grpos_published_term(z: list[float], z_old: list[float], z_ref: list[float]):
+    """E_old of exp(-d) - 1 + d, d = log(policy / reference), differentiated as it stands (arXiv:2402.03300, eq. 3 and 4)."""
+    value, found = expected(z, z_old, z_ref, objective="forward", estimator="k3", importance_weight=False)
+    log_p, log_old, log_ref = (categorical.log_softmax(logits) for logits in (z, z_old, z_ref))
+    drawn, gaps = [math.exp(lp) for lp in log_old], [p - ref for p, ref in zip(log_p, log_ref, strict=True)]
+    assert value.item() == pytest.approx(sum(w * (math.exp(-d) - 1 + d) for w, d in zip(drawn, gaps, strict=True)), abs=1e-10)
+    slopes = [w * (1 - math.exp(-d)) for w, d in zip(drawn, gaps, strict=True)]
+    total = sum(slopes)
+    by_hand = [slope - math.exp(lp) * total for slope, lp in zip(slopes, log_p, strict=True)]
+    assert found.tolist() == pytest.approx(by_hand, rel=1e-9, abs=1e-10)
+
+
+def test_a_gradient_that_the_weight_carries_is_not_left_without_it():
+    with pytest.raises(ConfigError, match="through importance_weight"):
+        expected([0.1, 0.2], [0.1, 0.2], [0.0, 0.0], objective="reverse", estimator="k3", importance_weight=False)

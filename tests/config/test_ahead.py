@@ -20,6 +20,8 @@ WRONG = {
     "rollouts={order: ready}": "rollouts.max_staleness=0 begins those of one: set it to 1 or more",
     "rollouts={max_replaced: 2}": "rollouts.max_replaced is read by rollouts.dynamic_sampling alone: set that to true",
     "rollouts={max_staleness: 1} algorithm={kind: sft}": "rollouts.max_staleness=1 is of attempts, and algorithm sft draws",
+    "rollouts={dynamic_sampling: true} algorithm={kind: on_policy_distillation, teacher: x, group_size: 2}": "compares "
+    "rewards, and algorithm on_policy_distillation reads none: remove it",
     "rollouts={dynamic_sampling: true} algorithm={kind: remax}": "algorithm.group_size=1: raise it, or remove this",
     "rollouts={max_staleness: 1} cluster={kind: local, colocated: true} learner={kind: dtensor} generator={kind: vllm}": "work "
     "by turns, so nothing is drawn ahead: set rollouts.max_staleness=0",

@@ -83,7 +83,7 @@ def test_quickstart_resolves(write):
         0.2,
         0.0,
     )
-    assert (algorithm.weighting, algorithm.minibatches, algorithm.epochs) == ("token_mean", 1, 1)
+    assert (algorithm.weighting, algorithm.minibatches, algorithm.epochs) == ("sequence_mean", 1, 1)
 
 
 def test_without_stages_there_is_one_called_after_its_algorithm(write):

@@ -110,7 +110,7 @@ CLASHES = [
         "line 4: algorithm: group_size=1 leaves the group's baseline no other attempt",
     ),
     ({"algorithm": "{kind: grpo, weighting: fixed_length}"}, "weighting=fixed_length needs fixed_length"),
-    ({"algorithm": "{kind: grpo, fixed_length: 5}"}, "fixed_length=5 is not read with weighting=token_mean"),
+    ({"algorithm": "{kind: grpo, fixed_length: 5}"}, "fixed_length=5 is not read with weighting=sequence_mean"),
     ({"algorithm": "{kind: grpo, kl: {coef: 0.1, objective: forward, estimator: k1}}"}, "set estimator=k3"),
     ({"algorithm": "{kind: grpo, loss: {clip_low: 1}}"}, "line 4: algorithm.loss.clip_low: 1 must be less than 1"),
     (

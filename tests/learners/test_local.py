@@ -314,7 +314,7 @@ def test_entropy_alone_needs_no_logprobs():
 
 @pytest.mark.parametrize("tokens", [5, 10_000])
 def test_an_entropy_that_no_loss_uses_is_measured_without_gradient(tokens):
-    measuring = build(GRPOConfig(group_size=3))
+    measuring = build(GRPOConfig(group_size=3, weighting="token_mean"))
     batch, terms = prepared(measuring)
     made = learner(LocalConfig(micro_batch_tokens=tokens))
     slopes, sums = gradient(made, batch, terms)

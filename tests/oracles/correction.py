@@ -4,8 +4,9 @@ learner computes it (p_old): importance weights and masks at four levels, on rag
     d = log p_old - (log p_rollout - log kept mass)
 
 An engine's logprobs are those of its whole distribution; under top-p and the like it drew from p_rollout / kept mass, on the
-tokens kept. Truncated importance sampling is weight="token" with a cap above, IcePop mask="token", masking by the geometric
-mean of a sequence's ratios mask="geometric".
+tokens kept. Truncated importance sampling is weight="token" with a cap above. IcePop (arXiv:2510.18855) is the ratio of a token
+inside [mask_low, mask_high] and 0 outside, in a mean over all tokens: weight="token" without a cap, mask="token",
+denominator="all". Masking by the geometric mean of a sequence's ratios is mask="geometric".
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def correct(
     mask: str = "none",
     mask_low: float = 0.5,
     mask_high: float = 2.0,
+    mask_denominator: str = "all",
 ) -> Corrected:
     d = gaps(rows)
     token, sequence, kept = [], [], []
@@ -87,10 +89,12 @@ def correct(
             leaves = [False] * len(d_row)
         else:
             leaves = [_outside(math.exp(x), mask_low, mask_high) for x in aggregate(row, d_row, mask)]
-        token.append([x if m else 0.0 for x, m in zip(w, row.mask, strict=True)])
-        kept.append([m and not gone for m, gone in zip(row.mask, leaves, strict=True)])
+        stays = mask_denominator == "all"
+        used = [0.0 if gone and stays else x for x, gone in zip(w, leaves, strict=True)]
+        token.append([x if m else 0.0 for x, m in zip(used, row.mask, strict=True)])
+        kept.append([m and (stays or not gone) for m, gone in zip(row.mask, leaves, strict=True)])
         trained = [t for t, m in enumerate(row.mask) if m]
-        sequence.append(w[trained[0]] if trained else 1.0)
+        sequence.append(max(used[t] for t in trained) if trained else 1.0)
         weights += [w[t] for t in trained]
         clipped += sum(clips[t] for t in trained)
         masked += sum(leaves[t] for t in trained)

@@ -28,7 +28,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms" / "properties
 VARIANTS = {
     "token correction": ("grpo", {"correction": {"weight": "token", "mask": "geometric"}}),
     "turn correction": ("grpo", {"correction": {"weight": "turn", "mask": "token"}}),
-    "sequence correction": ("gspo", {"correction": {"weight": "sequence", "mask": "turn"}}),
+    "sequence correction": ("gspo", {"correction": {"weight": "sequence", "mask": "turn", "mask_denominator": "kept"}}),
     "geometric correction": ("gmpo", {"correction": {"weight": "geometric", "mask": "sequence"}}),
     "mask alone": ("sapo", {"correction": {"weight": "none", "mask": "token"}, "weighting": "prompt_mean"}),
     "forward kl in the loss": ("grpo", {"kl": {"coef": 0.1, "objective": "forward"}, "entropy_coef": 0.01}),
@@ -70,6 +70,10 @@ VARIANTS = {
     "mini-batches": ("grpo", {"minibatches": 2, "epochs": 2, "loss": {"kind": "ppo", "dual_clip": 3.0}}),
     "mini-batches with a critic": ("ppo", {"minibatches": 3}),
     "sampler's logprobs": ("dapo", {"old_logprobs": "sampler", "truncated": "drop", "epochs": 2}),
+    "dapo shaped by length": (
+        "dapo",
+        {"shaping": [{"kind": "overlong_penalty", "max_length": 4096, "buffer": 512}]},
+    ),
     "shaped by length": ("grpo", {"shaping": [{"kind": "overlong_penalty", "max_length": 4096, "buffer": 512}]}),
     "shaped by its end": ("opo", {"shaping": [{"kind": "stop_properly", "coef": 0.2}, {"kind": "clip", "high": 2.0}]}),
     "normalised by the batch": (

@@ -29,6 +29,8 @@ from ratchet.algorithms.config.policy_losses import (
     CorrectionConfig,
     Kimi,
     KLConfig,
+    Reinforce,
+    RouterConfig,
     StaleCorrectionConfig,
 )
 from ratchet.config.base import Section
@@ -48,8 +50,15 @@ Weighting = Annotated[
     ),
 ]
 EqualRewards = Annotated[
-    Literal["keep", "drop"],
-    Field(description="Groups whose rewards are all equal have no signal; drop: nor any part in the means over the batch."),
+    Literal["keep", "drop", "drop_shaped"],
+    Field(
+        description="Groups whose rewards are all equal have no signal. drop: nor any part in the means over the batch; "
+        "rewards are compared without penalties for length or truncation (DAPO). drop_shaped: compared with them."
+    ),
+]
+OldLogprobs = Annotated[
+    Literal["learner", "sampler"],
+    Field(description="What ratios are taken against: the learner's own before the update, or the sampler's."),
 ]
 Whiten = Annotated[bool, Field(description="Normalise advantages over all tokens of the batch.")]
 PositiveNLL = Annotated[
@@ -65,35 +74,6 @@ class CriticConfig(Section):
     value_clip: float | None = Field(
         default=0.2, gt=0, description="Values move by this much in a batch before they are clipped; null: no clip."
     )
-
-
-class RouterConfig(Section):
-    """Of a mixture of experts: who routes the learner's tokens, and how evenly they are routed."""
-
-    replay: bool = Field(
-        default=False,
-        description="The policy's learner sends each token to the experts that the sampler sent it to (arXiv:2510.11370).",
-    )
-    balance_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the load-balance loss of each sequence (arXiv:2412.19437, section 2.1.2)."
-    )
-    z_coef: float = Field(default=0.0, ge=0, description="Weight of the router z-loss (arXiv:2202.08906, eq. 5).")
-    measure: bool = Field(
-        default=True, description="Measure loads and entropy, and which choices a replay has changed; false: where ranks can't."
-    )
-
-    @property
-    def watches(self) -> bool:
-        """Whether any term reads what routers do."""
-        return self.measure or self.balance_coef > 0 or self.z_coef > 0
-
-    @model_validator(mode="after")
-    def _does_something(self) -> RouterConfig:
-        if not self.measure and (self.balance_coef or self.z_coef):
-            raise ValueError("measure=false is not read with a loss of the routers, which measures: remove one of them")
-        if not (self.replay or self.watches):
-            raise ValueError("router neither replays nor measures anything: set replay=true, or remove it")
-        return self
 
 
 class PolicyGradientConfig(AlgorithmConfig):
@@ -119,9 +99,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         default="keep", description="drop: attempts that were cut off count in the statistics, and don't train (DAPO)."
     )
     loss: Loss = Field(default=PPO(), description="What is minimised.")
-    old_logprobs: Literal["learner", "sampler"] = Field(
-        default="learner", description="What ratios are taken against: the learner's own before the update, or the sampler's."
-    )
+    old_logprobs: OldLogprobs = "learner"
     correction: CorrectionConfig | None = Field(default=None, description="For a sampler that disagrees with the learner.")
     kl: KLConfig = KLConfig()
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the reward for entropy (nats a token).")
@@ -210,17 +188,14 @@ class PolicyGradientConfig(AlgorithmConfig):
     def _silent(self) -> None:
         if self.equal_rewards == "keep":
             return
+        drops = f"equal_rewards={self.equal_rewards} leaves out groups without a signal"
         others = [part for part in self.estimators if "group" not in getattr(part, "reads", frozenset())]
         if others:
             raise ValueError(
-                f"equal_rewards=drop leaves out groups without a signal, and advantage {_kind(others[0])} has one for groups "
-                "of equal rewards too: set equal_rewards=keep"
+                f"{drops}, and advantage {_kind(others[0])} has one for groups of equal rewards too: set equal_rewards=keep"
             )
         if self.kl.coef > 0 and self.kl.place == "reward":
-            raise ValueError(
-                "equal_rewards=drop leaves out groups without a signal, and with kl.place=reward every group has one: "
-                "set kl.place=loss, or equal_rewards=keep"
-            )
+            raise ValueError(f"{drops}, and with kl.place=reward every group has one: set kl.place=loss, or equal_rewards=keep")
 
     def _critic(self) -> None:
         if sum("values" in getattr(part, "reads", frozenset()) for part in self.estimators) > 1:
@@ -248,11 +223,19 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
 
     def _levels(self) -> None:
-        level = getattr(self.loss, "level", "token")
-        if self.correction is not None and level == "sequence" and self.correction.weight in ("token", "turn"):
+        correction = self.correction
+        if correction is None or getattr(self.loss, "level", "token") == "token":
+            return
+        if correction.weight in ("token", "turn"):
             raise ValueError(
-                f"correction.weight={self.correction.weight} has a weight for each token, and loss {_kind(self.loss)} one "
-                "value for a sequence: set correction.weight=geometric or sequence"
+                f"correction.weight={correction.weight} has a weight for each token, and loss {_kind(self.loss)} one value "
+                "for a sequence: set correction.weight=geometric or sequence"
+            )
+        if correction.mask in ("token", "turn") and correction.mask_denominator == "all":
+            raise ValueError(
+                f"correction.mask={correction.mask} gives some tokens of an answer the weight 0, and loss "
+                f"{_kind(self.loss)} has one value for all of them: set correction.mask=geometric or sequence, or "
+                "correction.mask_denominator=kept, which takes the tokens out of its ratio"
             )
 
 
@@ -265,6 +248,8 @@ def _kind(part: object) -> str:
 
 class GRPOConfig(PolicyGradientConfig):
     """Group relative policy optimisation (arXiv:2402.03300)."""
+
+    weighting: Weighting = "sequence_mean"
 
 
 class DrGRPOConfig(PolicyGradientConfig):
@@ -298,6 +283,8 @@ class RLOOConfig(PolicyGradientConfig):
     """REINFORCE with a leave-one-out baseline (arXiv:2402.14740)."""
 
     advantage: Advantage = RLOO()
+    loss: Loss = Reinforce()
+    weighting: Weighting = "token_sum"
 
 
 class ReinforcePPConfig(PolicyGradientConfig):
@@ -312,6 +299,7 @@ class ReMaxConfig(PolicyGradientConfig):
 
     group_size: GroupSize = 1
     advantage: Advantage = ReMax()
+    loss: Loss = Reinforce()
 
 
 class OPOConfig(PolicyGradientConfig):
@@ -356,6 +344,8 @@ class TOPRConfig(PolicyGradientConfig):
 
     loss: Loss = TOPR()
     advantage: Advantage = GroupRelative(scale="none")
+    old_logprobs: OldLogprobs = "sampler"
+    weighting: Weighting = "token_sum"
 
 
 class GMPOConfig(PolicyGradientConfig):

@@ -1,4 +1,4 @@
-"""Sections of the policy losses (`algorithm.loss`), of the rollout correction and of the KL penalty."""
+"""Sections of the policy losses (`algorithm.loss`), of the rollout correction, of the KL penalty and of the routers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ High = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 + 
 
 
 class PolicyLoss(Part):
-    """level: that of its values; a correction must be at a level that it has."""
+    """level: that of its values; a correction must be at a level that it has. reads_old: False where no ratio to the old policy
+    enters the loss."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
+    reads_old: ClassVar[bool] = True
 
 
 class PPO(PolicyLoss):
@@ -41,6 +43,7 @@ class Reinforce(PolicyLoss):
     """No ratio and no clip."""
 
     function: ClassVar[str] = f"{POLICY}:reinforce"
+    reads_old: ClassVar[bool] = False
 
     kind: Literal["reinforce"] = "reinforce"
 
@@ -119,6 +122,7 @@ class Kimi(PolicyLoss):
 
 
 At = Literal["none", "token", "turn", "sequence", "geometric"]
+Denominator = Literal["all", "kept"]
 
 
 class CorrectionConfig(Part):
@@ -129,16 +133,23 @@ class CorrectionConfig(Part):
     weight: At = Field(default="token", description="Level of the importance weight; geometric: the mean over the answer.")
     weight_low: float = Field(default=0.0, ge=0, description="Least weight.")
     weight_high: float | None = Field(default=2.0, gt=0, description="Greatest weight; null: no bound.")
-    mask: At = Field(default="none", description="Level at which tokens leave the loss by their ratio (token: IcePop).")
-    mask_low: float = Field(default=0.5, ge=0, description="Those below leave.")
-    mask_high: float = Field(default=2.0, gt=0, description="Those above leave.")
+    mask: At = Field(
+        default="none", description="Level at which tokens are masked: their ratio is out of bounds, and they don't train."
+    )
+    mask_low: float = Field(default=0.5, ge=0, description="Those below are masked.")
+    mask_high: float = Field(default=2.0, gt=0, description="Those above are masked.")
+    mask_denominator: Denominator = Field(
+        default="all",
+        description="Tokens that the loss is divided by. all: masked ones count, as in IcePop and masked importance sampling; "
+        "kept: they don't, as in rejection sampling.",
+    )
 
     @model_validator(mode="after")
     def _keys_agree(self) -> CorrectionConfig:
         if self.weight == self.mask == "none":
             raise ValueError("correction with weight=none and mask=none does nothing: set one of them, or remove it")
         for key, low, high in (("weight", self.weight_low, self.weight_high), ("mask", self.mask_low, self.mask_high)):
-            named = sorted({f"{key}_low", f"{key}_high"} & self.changed)
+            named = sorted({f"{key}_low", f"{key}_high", f"{key}_denominator"} & self.changed)
             if getattr(self, key) == "none" and named:
                 raise ValueError(f"{named[0]} is not read with {key}=none: set {key}, or remove it")
             if high is not None and low >= high:
@@ -147,9 +158,14 @@ class CorrectionConfig(Part):
 
 
 class StaleCorrectionConfig(CorrectionConfig):
-    """The same with a wider bound: for attempts of weights that are some steps old."""
+    """The same for attempts of weights that are some steps old: a token of a weight above 5 is masked, as in AReaL's code."""
 
-    weight_high: float | None = Field(default=5.0, gt=0, description="Greatest weight; null: no bound.")
+    weight_high: float | None = Field(default=None, gt=0, description="Greatest weight; null: no bound.")
+    mask: At = Field(
+        default="token", description="Level at which tokens are masked: their ratio is out of bounds, and they don't train."
+    )
+    mask_low: float = Field(default=0.0, ge=0, description="Those below are masked.")
+    mask_high: float = Field(default=5.0, gt=0, description="Those above are masked.")
 
 
 class KLConfig(Section):
@@ -161,6 +177,11 @@ class KLConfig(Section):
     )
     estimator: Literal["k1", "k2", "k3"] | None = Field(
         default=None, description="http://joschu.net/blog/kl-approx.html; null: k3 in the loss, k1 in the reward."
+    )
+    importance_weight: bool = Field(
+        default=True,
+        description="Weigh a token by its ratio to what drew it: the gradient then stays right over several optimizer steps; "
+        "false: as GRPO was published, with objective=forward.",
     )
     place: Literal["loss", "reward"] = Field(default="loss", description="A term of the loss, or part of each token's reward.")
     target: float | None = Field(
@@ -180,6 +201,42 @@ class KLConfig(Section):
             raise ValueError(
                 f"estimator={self.estimator} as a reward has the gradient of no divergence: set estimator=k1, or place=loss"
             )
+        if not self.importance_weight and self.place == "reward":
+            raise ValueError("importance_weight is not read with place=reward: set place=loss, or remove it")
+        if not self.importance_weight and self.objective == "reverse" and self.estimator != "k2":
+            raise ValueError(
+                f"estimator={self.estimator or 'k3'} has its gradient through importance_weight: set objective=forward, "
+                "estimator=k2, or importance_weight=true"
+            )
         if self.target is None and "rate" in self.changed:
             raise ValueError("rate is not read without target: set target, or remove rate")
+        return self
+
+
+class RouterConfig(Section):
+    """Of a mixture of experts: who routes the learner's tokens, and how evenly they are routed."""
+
+    replay: bool = Field(
+        default=False,
+        description="The policy's learner sends each token to the experts that the sampler sent it to (arXiv:2510.11370).",
+    )
+    balance_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the load-balance loss of each sequence (arXiv:2412.19437, section 2.1.2)."
+    )
+    z_coef: float = Field(default=0.0, ge=0, description="Weight of the router z-loss (arXiv:2202.08906, eq. 5).")
+    measure: bool = Field(
+        default=True, description="Measure loads and entropy, and which choices a replay has changed; false: where ranks can't."
+    )
+
+    @property
+    def watches(self) -> bool:
+        """Whether any term reads what routers do."""
+        return self.measure or self.balance_coef > 0 or self.z_coef > 0
+
+    @model_validator(mode="after")
+    def _does_something(self) -> RouterConfig:
+        if not self.measure and (self.balance_coef or self.z_coef):
+            raise ValueError("measure=false is not read with a loss of the routers, which measures: remove one of them")
+        if not (self.replay or self.watches):
+            raise ValueError("router neither replays nor measures anything: set replay=true, or remove it")
         return self

@@ -46,7 +46,7 @@ class IPOConfig(PreferenceConfig):
     function: ClassVar[str] = f"{LOSSES}:ipo"
 
     beta: Beta = 0.1
-    normalize: Normalize = "sum"
+    normalize: Normalize = "mean"
 
 
 class RPOConfig(PreferenceConfig):

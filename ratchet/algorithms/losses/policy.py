@@ -1,7 +1,8 @@
 """Policy losses: pure functions `(out, batch, *, options) -> (x, metrics)`, to be minimised.
 
 T = tokens, S = sequences. r_t = exp(logprobs - old_logprobs), A = advantages, |y| = trainable tokens of a row. Every loss is
-homogeneous in A for a positive factor, so that a rollout correction may multiply x.
+homogeneous in A for a positive factor, so that a rollout correction may multiply x. Every
+exponential is bounded (`ratchet.algorithms.ratios`): values and gradients are finite.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.losses.base import Metrics, row_mean, row_sum
+from ratchet.algorithms.ratios import bounded_ratio, k3
 from ratchet.batch import Batch
 from ratchet.interfaces import Outputs
 
@@ -22,7 +24,7 @@ def clipped_surrogate(
     PPO (arXiv:1707.06347) eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476) eq. 8; `dual_clip=c > 1` bounds the loss of
     a negative advantage by -c A (arXiv:1912.09729, eq. 5).
     """
-    ratio_T = _log_ratio(out).exp()
+    ratio_T = bounded_ratio(_log_ratio(out))
     advantages_T = batch.need("advantages")
     plain_T = ratio_T * advantages_T
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
@@ -41,7 +43,7 @@ def reinforce(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 def gspo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the row of log r_t): the ratio of the sequence,
     normalised by its length. GSPO (arXiv:2507.18071) eq. 5 to 7. A is the mean of the row's. Sequence level."""
-    ratio_S = row_mean(out, batch, _log_ratio(out)).exp()
+    ratio_S = bounded_ratio(row_mean(out, batch, _log_ratio(out)))
     advantages_S = row_mean(out, batch, batch.need("advantages"))
     plain_S = ratio_S * advantages_S
     surrogate_S = torch.minimum(plain_S, ratio_S.clamp(1 - clip_low, 1 + clip_high) * advantages_S)
@@ -52,8 +54,8 @@ def gspo_token(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float)
     """-min(s_t A_t, clip(s_t) A_t), s_t = sg[s] r_t / sg[r_t]: GSPO's ratio with an advantage of each token's own
     (arXiv:2507.18071 eq. 13, 14). Token level."""
     log_ratio_T = _log_ratio(out)
-    ratio_S = row_mean(out, batch, log_ratio_T).detach().exp()
-    ratio_T = ratio_S[batch.sequence_T] * (log_ratio_T - log_ratio_T.detach()).exp()
+    mean_S = row_mean(out, batch, log_ratio_T).detach()
+    ratio_T = bounded_ratio(mean_S[batch.sequence_T] + (log_ratio_T - log_ratio_T.detach()))
     advantages_T = batch.need("advantages")
     plain_T = ratio_T * advantages_T
     surrogate_T = torch.minimum(plain_T, ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T)
@@ -63,7 +65,7 @@ def gspo_token(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float)
 def cispo(out: Outputs, batch: Batch, *, clip_low: float | None, clip_high: float) -> tuple[Tensor, Metrics]:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the clip bounds a token's weight, and never silences its gradient.
     CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4, 5; `clip_low=None`: no lower bound. Token level."""
-    ratio_T = _log_ratio(out).detach().exp()
+    ratio_T = bounded_ratio(_log_ratio(out).detach())
     weight_T = ratio_T.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
     x_T = -weight_T * batch.need("advantages") * out.need("logprobs")
     return x_T, _metrics(out, batch, clipped=weight_T != ratio_T)
@@ -72,7 +74,7 @@ def cispo(out: Outputs, batch: Batch, *, clip_low: float | None, clip_high: floa
 def topr(out: Outputs, batch: Batch, *, negative_low: float = 0.0, negative_high: float = 1.0) -> tuple[Tensor, Metrics]:
     """-A log p where A >= 0; -sg[clip(product of r over the row, negative_low, negative_high)] A log p where A < 0: what
     went wrong counts the less, the less the policy still does it. TOPR (arXiv:2503.14286) eq. 5. Token level."""
-    ratio_S = row_sum(out, batch, _log_ratio(out)).detach().exp()
+    ratio_S = bounded_ratio(row_sum(out, batch, _log_ratio(out)).detach())
     weight_S = ratio_S.clamp(negative_low, negative_high)
     advantages_T = batch.need("advantages")
     tapered_T = (advantages_T < 0) & (weight_S != ratio_S)[batch.sequence_T]
@@ -89,7 +91,7 @@ def gmpo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tu
     signs_T = advantages_S.sign()[batch.sequence_T]
     kept_T = torch.where(signs_T > 0, torch.minimum(log_ratio_T, near_T), log_ratio_T)
     kept_T = torch.where(signs_T < 0, torch.maximum(log_ratio_T, near_T), kept_T)
-    ratio_S = row_mean(out, batch, kept_T).exp()
+    ratio_S = bounded_ratio(row_mean(out, batch, kept_T))
     clipped_S = row_mean(out, batch, (kept_T != log_ratio_T).to(log_ratio_T.dtype))
     return -advantages_S * ratio_S, _sequence_metrics(out, batch, ratio_S, clipped=clipped_S)
 
@@ -99,7 +101,7 @@ def sapo(out: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1
     SAPO (arXiv:2511.20347) eq. 5, 6. Token level."""
     advantages_T = batch.need("advantages")
     tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
-    gate_T = torch.sigmoid(tau_T * (_log_ratio(out).exp() - 1)) * 4 / tau_T
+    gate_T = torch.sigmoid(tau_T * (bounded_ratio(_log_ratio(out)) - 1)) * 4 / tau_T
     return -gate_T * advantages_T, _metrics(out, batch)
 
 
@@ -108,7 +110,7 @@ def kimi(out: Outputs, batch: Batch, *, tau: float) -> tuple[Tensor, Metrics]:
     Kimi k1.5 (arXiv:2501.12599) eq. 3. Sequence level."""
     log_ratio_S = row_sum(out, batch, _log_ratio(out))
     gain_S = row_sum(out, batch, batch.need("advantages") * out.need("logprobs"))
-    metrics = _sequence_metrics(out, batch, log_ratio_S.exp(), clipped=torch.zeros_like(log_ratio_S))
+    metrics = _sequence_metrics(out, batch, bounded_ratio(log_ratio_S), clipped=torch.zeros_like(log_ratio_S))
     return tau / 2 * log_ratio_S.square() - gain_S, metrics
 
 
@@ -119,10 +121,10 @@ def _log_ratio(out: Outputs) -> Tensor:
 @torch.no_grad()
 def _metrics(out: Outputs, batch: Batch, *, clipped: Tensor | None = None) -> Metrics:
     log_ratio_T = _log_ratio(out)
-    ratio_T = log_ratio_T.exp()
+    ratio_T = bounded_ratio(log_ratio_T)
     metrics = {
         "ratio": ratio_T,
-        "old_kl": ratio_T - 1 - log_ratio_T,  # k3 estimate of KL(old || live), http://joschu.net/blog/kl-approx.html
+        "old_kl": k3(-log_ratio_T),  # of KL(old || live)
         # What sampler and learner disagree by, beyond rounding, is a fault of one of them.
         "sampler_gap": (out.need("old_logprobs") - batch.rollout_logprobs_T).abs(),
     }

@@ -82,8 +82,12 @@ def dpo(
     return -(1 - label_smoothing) * F.logsigmoid(scaled_G) - label_smoothing * F.logsigmoid(-scaled_G), metrics
 
 
-def ipo(out: Outputs, batch: Batch, *, beta: float, normalize: Normalize = "sum") -> tuple[Tensor, Metrics]:
-    """(D - 1 / (2 beta))^2: the margin is drawn to a finite value. IPO (arXiv:2310.12036) eq. 17."""
+def ipo(out: Outputs, batch: Batch, *, beta: float, normalize: Normalize = "mean") -> tuple[Tensor, Metrics]:
+    """(D - 1 / (2 beta))^2: the margin is drawn to a finite value. IPO (arXiv:2310.12036) eq. 17.
+
+    D is made of means over the tokens of an answer: the equation leaves that open for text, and the
+    paper's authors confirmed the mean to TRL. normalize="sum" reads log p(answer) as it stands.
+    """
     margin_G, metrics = _margin(out, batch, normalize)
     return (margin_G - 1 / (2 * beta)).square(), metrics
 

@@ -1,0 +1,54 @@
+"""What works and is likely not meant: a warning with its fix, by `ratchet check` and `ratchet train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ratchet.config.check import describe
+from ratchet.config.schema import RunConfig
+
+STALE = {"max_staleness": 3}
+ON_POLICY_DISTILLATION = {"kind": "on_policy_distillation", "teacher": "x"}
+
+
+def warnings(algorithm: dict[str, Any], rollouts: dict[str, Any]) -> list[str]:
+    stage = {"name": "a", "environment": {"kind": "sorting"}, "algorithm": algorithm, "rollouts": rollouts}
+    config = {"name": "r", "model": {"preset": "tiny"}, "tokenizer": {"kind": "bytes"}, "stages": [stage]}
+    lines = describe(RunConfig.model_validate(config)).splitlines()
+    return [line.removeprefix("  warning").strip() for line in lines if line.startswith("  warning")]
+
+
+@pytest.mark.fault("R19")
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"kind": "grpo"}, {"kind": "dapo", "minibatches": 2}, {"kind": "gspo"}, ON_POLICY_DISTILLATION],
+)
+def test_staleness_that_nothing_corrects_is_warned_of(algorithm: dict[str, Any]):
+    (warning,) = warnings(algorithm, STALE)
+    assert warning == (
+        f"rollouts.max_staleness=3 trains on attempts of older weights, and algorithm {algorithm['kind']} treats them as drawn "
+        "by the current ones. Set algorithm.correction={}, or algorithm.old_logprobs=sampler."
+    )
+
+
+def test_a_loss_without_a_ratio_is_helped_by_a_correction_alone():
+    (warning,) = warnings({"kind": "grpo", "loss": {"kind": "reinforce"}, "old_logprobs": "sampler"}, STALE)
+    assert warning.endswith("Set algorithm.correction={}.")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rollouts"),
+    [
+        ({"kind": "grpo"}, {}),
+        ({"kind": "grpo"}, {"dynamic_sampling": True}),
+        ({"kind": "grpo", "correction": {}}, STALE),
+        ({"kind": "grpo", "old_logprobs": "sampler"}, STALE),
+        ({"kind": "topr"}, STALE),  # its ratio is to what drew the attempt
+        ({"kind": "decoupled_ppo"}, STALE),
+        ({"kind": "distill_on_policy", "teacher": "x"}, STALE),  # a divergence needs no ratio
+    ],
+)
+def test_what_is_weighed_or_fresh_is_not_warned_of(algorithm: dict[str, Any], rollouts: dict[str, Any]):
+    assert warnings(algorithm, rollouts) == []

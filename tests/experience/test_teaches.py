@@ -1,0 +1,48 @@
+"""Which groups dynamic sampling replaces: those whose rewards, as judged, are all alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ratchet.experience.prefetch import teaches
+from ratchet.types import Failed, Group, Message, Outcome, Owner, Scored, Task, Trajectory, Truncated
+
+
+def group(*outcomes: Outcome, length: int = 3) -> Group:
+    owner = np.array([Owner.PROMPT] + [Owner.POLICY] * length, dtype=np.int8)
+    wrote = owner == Owner.POLICY
+    rows = [
+        Trajectory(
+            tokens=np.ones(len(owner), dtype=np.int64),
+            owner=owner,
+            trainable=wrote,
+            rollout_logprobs=np.where(wrote, -1.0, 0.0).astype(np.float32),
+            versions=np.where(wrote, 0, -1).astype(np.int32),
+            attempt=i,
+            outcome=outcome,
+        )
+        for i, outcome in enumerate(outcomes)
+    ]
+    return Group("g", Task("t", (Message("user", "?"),)), tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ((Scored(0.0), Scored(0.0), Truncated(0.0)), False),  # all wrong, of whatever length
+        ((Scored(1.0), Scored(0.0)), True),
+        ((Scored(1.0), Failed("sandbox")), False),  # a failure is no reward
+        ((Truncated(None), Scored(1.0)), False),
+    ],
+)
+def test_rewards_as_judged_decide(outcomes, expected: bool):
+    assert teaches(group(*outcomes)) is expected
+
+
+def test_parts_decide_only_where_the_algorithm_reads_them():
+    balanced = group(Scored(1.0, {"right": 1.0, "form": 0.0}), Scored(1.0, {"right": 0.0, "form": 1.0}))
+    assert teaches(balanced, by_parts=True)
+    assert not teaches(balanced)
+    alike = group(Scored(1.0, {"right": 1.0}), Scored(1.0, {"right": 1.0}))
+    assert not teaches(alike, by_parts=True)
