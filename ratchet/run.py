@@ -22,6 +22,7 @@ from ratchet.evals.patience import Patience
 from ratchet.evals.report import keep
 from ratchet.evals.results import Results
 from ratchet.evals.scores import ScoreEvaluator
+from ratchet.executors.signals import hold
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.manager import PlaysGroups
 from ratchet.experience.measure import SPREADS, measure_groups, measure_staleness, spread_attempts
@@ -146,6 +147,7 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         for step in range(self.first_step, self.last_step):
+            hold()  # before the request is read: a signal is not to be lost to a handler of a library
             if self.stop.status is not None or self.progress.ended:
                 return
             self._updates = []
@@ -165,6 +167,7 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of the step; tests break the process at the start of one."""
+        hold()  # a library may have started in the phase before
         faults.point(f"step.{name}")
         note(RUN, f"began to {name} for step {self.done + 1}")
         with self._part(name), self.metrics.phase(name):
