@@ -236,7 +236,8 @@ class Session:
             if stop.status is not None:
                 why = "Paused by a sentinel (run.log says why)" if stop.status == PAUSED else "Stopped"
                 saved = why if self.store.steps() else "Stopped before the first step, so it begins anew"
-                self.console.print(f"{saved}. Continue with: ratchet train --resume {self.place}", markup=False)
+                again = f"{saved}. Continue with: ratchet train --resume {self.place}"
+                self.console.print(again, markup=False, highlight=False, soft_wrap=True)
                 return stop.status
             checkpoint = None  # the stages after it start from the model in memory
         assert trained is not None, "every checkpoint is of a stage: there is one to finish"
