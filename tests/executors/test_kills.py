@@ -145,6 +145,31 @@ def test_the_drivers_death_leaves_nothing(how):
     assert mine <= shared_before
 
 
+@pytest.mark.parametrize("driver_too", [False, True], ids=["the nursery", "both"])
+@pytest.mark.fault("P23")
+def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
+    """The driver removes it at its end; where that is killed too, the next process that makes or sweeps one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "TMPDIR": str(tmp_path)}
+    ends = DRIVER.replace("time.sleep(60)", "sys.stdin.read(); executor.close()")
+    with subprocess.Popen(
+        [sys.executable, "-c", ends],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+    ) as driver:  # fmt: skip
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        folder = Path(driver.stdout.readline().strip())
+        os.kill(pids[-1], signal.SIGSTOP)  # it is not to remove anything before it dies
+        if driver_too:
+            driver.kill()
+        os.kill(pids[-1], signal.SIGKILL)
+        until(lambda: not any(alive(pid) for pid in pids[:2]))
+        assert folder.is_dir()
+        driver.communicate(timeout=20)
+    if driver_too:
+        sweep = "from ratchet.temporary import sweep; sweep()"
+        subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
+    assert os.listdir(tmp_path) == []
+
+
 RAY_DRIVER = """
 import sys, time
 from ratchet.executors.cluster import Need
