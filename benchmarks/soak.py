@@ -260,7 +260,7 @@ class Soak:
             "driver": self._start("driver", "train", "long.yaml", "--run-dir", "run"),
             "serve": self._start("serve", "serve", "short", "--port", str(ports[1])),
         }
-        self._wait_for(folder / "run" / "metrics.jsonl")
+        self._wait_for_a_step(folder / "run" / "metrics.jsonl")
         self.processes["ui"] = self._start("ui", "ui", "run", "--port", str(ports[0]))
         self.watch = Watch({process.pid: kind for kind, process in self.processes.items()}, self.temporary)
         self.clients = Clients(ports[0], ports[1], self.rng)
@@ -277,8 +277,8 @@ class Soak:
                 self._command(*arguments), cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def _wait_for(self, path: Path) -> None:
-        while not path.exists():
+    def _wait_for_a_step(self, metrics: Path) -> None:
+        while not metrics.exists() or not metrics.stat().st_size:
             if self.processes["driver"].poll() is not None:
                 raise RuntimeError(f"the training did not begin: {(self.folder / 'driver.log').read_text()}")
             time.sleep(0.5)
