@@ -91,7 +91,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "P5": ("the process of an engine is killed", "named, or replaced with its requests"),
         "P6": ("the driver is killed, anywhere", "nothing is left over; the resumed run ends with the same bits"),
         "P7": ("a process is stopped", "noticed by its silence, named and killed"),
-        "P8": ("SIGTERM, Ctrl-C", "the step is finished and saved; 143, 130; the second one ends it at once"),
+        "P8": (
+            "SIGTERM, Ctrl-C, a closed terminal",
+            "the step is finished and saved; 143, 130, 129; a second Ctrl-C or SIGTERM ends it at once",
+        ),
         "P9": ("Ctrl-C in the middle of a save", "the checkpoint before is whole, and no half one is there"),
         "P10": ("the disk is full in the middle of a save", "an error; the checkpoint before is whole, the draft is gone"),
         "P11": ("a read-only run directory", "refused at the start"),
@@ -105,6 +108,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "P19": ("metrics that can't be written", "one warning; training goes on"),
         "P20": ("death in the middle of a push of weights", "nobody serves mixed weights"),
         "P21": ("a worker runs out of memory", "the message says so, or that the kernel may have killed it"),
+        "P22": (
+            "a library replaces a signal's handler, or blocks the signal",
+            "refused, or undone before the next phase of the step: the run still finishes its step and saves",
+        ),
+        "P23": (
+            "temporary files of a killed process",
+            "the next run removes them, and nothing of a living process or of another user",
+        ),
     },
     "Hostile input": {
         "S1": ("a pickle in a checkpoint", "refused unopened"),
