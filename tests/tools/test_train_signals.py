@@ -6,10 +6,12 @@ the run alone. Both happen here as the run trains.
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,13 +63,18 @@ RUNS = {
     "ray, closed terminal": (signal.SIGHUP, {"cluster": {"kind": "ray", "object_store_mib": 100}, "generator": WORKERS}),
     "workers, Ctrl-C": (signal.SIGINT, {"generator": WORKERS}),
 }
+ON_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 
 
 class Training:
     """`ratchet train` as the leader of a session, with temporary files in a folder of its own."""
 
-    def __init__(self, keys: dict, folder: Path, launcher: tuple[str, ...] = ()) -> None:
+    def __init__(self, keys: dict, folder: Path, launcher: tuple[str, ...] = (), terminal: int | None = None) -> None:
         self.run, self.temporary = folder / "run", folder / "tmp"
         self.temporary.mkdir()
         (folder / "my_agent.py").write_text(AGENT)
@@ -82,15 +89,21 @@ class Training:
             "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
             "TRACKIO_DIR": str(folder / "trackio"),
         }
-        command = [sys.executable, "-m", *launcher, "ratchet", "train", "recipe.yaml", "--run-dir", str(self.run)]
+        arguments = ["-m", *launcher, "ratchet", "train", "recipe.yaml", "--run-dir", str(self.run)]
+        streams = {"stdout": subprocess.PIPE} if terminal is None else {"stdin": terminal, "stdout": terminal}
         self.process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=-1, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+            [sys.executable, *arguments] if terminal is None else [sys.executable, "-c", ON_TERMINAL, *arguments],
+            env=environment, cwd=folder, stderr=subprocess.STDOUT, text=True, start_new_session=True, **streams,
+        )  # fmt: skip
 
-    def wait_for_steps(self, count: int = 3) -> None:
+    def wait_for_steps(self, count: int = 3, *, read_from: int | None = None) -> None:
+        """read_from: a terminal, which would stop the run where nothing is read."""
         while self.last_step() < count:
             assert self.process.poll() is None, self.process.communicate()[0]
             time.sleep(0.05)
+            if read_from is not None:
+                with suppress(BlockingIOError):
+                    os.read(read_from, 2**16)
 
     def last_step(self) -> int:
         path = self.run / "metrics.jsonl"
@@ -119,8 +132,8 @@ def start(tmp_path):
     """`start(keys)`: a training, which ends with the test."""
     trainings = []
 
-    def start(keys, launcher=()):
-        trainings.append(Training(keys, tmp_path, launcher))
+    def start(keys, launcher=(), terminal=None):
+        trainings.append(Training(keys, tmp_path, launcher, terminal))
         return trainings[-1]
 
     yield start
@@ -140,6 +153,20 @@ def test_a_signal_saves_on_every_executor_generator_and_tracker(name, start):
     assert training.process.returncode == 128 + number, output
     assert f"ratchet train --resume {training.run}" in output
     training.assert_saved(number)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P8")
+def test_a_terminal_that_closes_does_not_cost_a_step(start):
+    """Writing to it fails from then on: the live progress is no reason to end."""
+    ours, theirs = pty.openpty()
+    training = start({"logging": {"progress": "live"}}, (), theirs)
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    training.wait_for_steps(read_from=ours)
+    os.close(ours)
+    assert training.process.wait(60) == 128 + signal.SIGHUP
+    training.assert_saved(signal.SIGHUP)
 
 
 @pytest.mark.slow
