@@ -167,7 +167,6 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of the step; tests break the process at the start of one."""
-        hold()  # a library may have started in the phase before
         faults.point(f"step.{name}")
         note(RUN, f"began to {name} for step {self.done + 1}")
         with self._part(name), self.metrics.phase(name):

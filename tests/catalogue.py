@@ -110,7 +110,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "P21": ("a worker runs out of memory", "the message says so, or that the kernel may have killed it"),
         "P22": (
             "a library replaces a signal's handler, or blocks the signal",
-            "refused, or undone before the next phase of the step: the run still finishes its step and saves",
+            "refused, or, in native code, undone before the next step: the run finishes its step and saves",
         ),
         "P23": (
             "temporary files of a killed process",

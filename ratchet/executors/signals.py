@@ -77,7 +77,7 @@ def kept(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 
 def hold() -> None:
-    """Install the kept handlers anew and let their signals in, in 5 microseconds.
+    """Install the kept handlers anew and let their signals in, in 11 microseconds.
 
     This undoes what native code did to them by `sigaction` or by a mask. Without kept handlers, or in another thread than the
     main one, it does nothing.
