@@ -108,11 +108,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "P19": ("metrics that can't be written", "one warning; training goes on"),
         "P20": ("death in the middle of a push of weights", "nobody serves mixed weights"),
         "P21": ("a worker runs out of memory", "the message says so, or that the kernel may have killed it"),
-        "P22": (
+        "P24": (
             "a library replaces a signal's handler, or blocks the signal",
             "refused, or, in native code, undone before the next step: the run finishes its step and saves",
         ),
-        "P23": (
+        "P25": (
             "temporary files of a killed process",
             "the next run removes them, and nothing of a living process or of another user",
         ),

@@ -40,7 +40,7 @@ def owner(place):
         process.kill()
 
 
-@pytest.mark.fault("P23")
+@pytest.mark.fault("P25")
 def test_a_dead_owners_folder_goes_and_a_living_ones_stays(owner, place):
     process, folder = owner
     (place / "ratchet-mine").mkdir()  # a user's, of a similar name
@@ -56,7 +56,7 @@ def test_a_dead_owners_folder_goes_and_a_living_ones_stays(owner, place):
     assert os.listdir(place) == ["ratchet-mine"]
 
 
-@pytest.mark.fault("P23")
+@pytest.mark.fault("P25")
 def test_making_a_folder_removes_a_dead_owners(owner):
     process, folder = owner
     process.kill()

@@ -147,7 +147,7 @@ def test_the_drivers_death_leaves_nothing(how):
 
 
 @pytest.mark.parametrize("driver_too", [False, True], ids=["the nursery", "both"])
-@pytest.mark.fault("P23")
+@pytest.mark.fault("P25")
 def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
     """The driver removes it at its end; where that is killed too, the next process that makes or sweeps one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "TMPDIR": str(tmp_path)}
@@ -193,7 +193,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 @pytest.mark.needs("ray")
-@pytest.mark.fault("P6", "P23")
+@pytest.mark.fault("P6", "P25")
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
 def test_the_end_of_a_driver_on_ray_leaves_nothing(killed, tmp_path):
     """The folder that Ray has logs and sockets in goes with the driver, or, where that is killed, with the next run."""

@@ -38,7 +38,7 @@ def masked(number):
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
 
-@pytest.mark.fault("P22")
+@pytest.mark.fault("P24")
 @pytest.mark.parametrize("number", ALL)
 @pytest.mark.parametrize("change", [replaced_by_python, replaced_in_native_code, masked])
 def test_no_library_takes_a_signal_from_the_run(number, change):

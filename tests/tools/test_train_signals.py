@@ -142,7 +142,7 @@ def start(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.fault("P8", "P22")
+@pytest.mark.fault("P8", "P24")
 @pytest.mark.needs("ray", "wandb", "mlflow", "swanlab", "trackio", "prometheus_client", "fastapi", "openai")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_signal_saves_on_every_executor_generator_and_tracker(name, start):
@@ -170,7 +170,7 @@ def test_a_terminal_that_closes_does_not_cost_a_step(start):
 
 
 @pytest.mark.slow
-@pytest.mark.fault("P8", "P22")
+@pytest.mark.fault("P8", "P24")
 def test_a_signal_saves_under_torchrun(start):
     """A closed terminal reaches torchrun alone, which sends the signal on to both ranks."""
     training = start({"learner": {"kind": "dtensor", "dp_shard": 2}}, TORCHRUN)
@@ -180,7 +180,7 @@ def test_a_signal_saves_under_torchrun(start):
 
 
 @pytest.mark.slow
-@pytest.mark.fault("P8", "P22")
+@pytest.mark.fault("P8", "P24")
 @pytest.mark.needs("vllm")
 def test_a_signal_saves_with_vllm(start):
     generator = {"kind": "vllm", "engine": "sync", "kv_cache_gib": 0.05, "enforce_eager": True}
