@@ -27,6 +27,14 @@ def _interrupt(name: str) -> None:
     os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C
 
 
+def _terminate(name: str) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler that wants the machine back
+
+
+def _hang_up(name: str) -> None:
+    os.kill(os.getpid(), signal.SIGHUP)  # as a closed terminal
+
+
 def _raise(name: str) -> None:
     raise InjectedFault(f"injected at failpoint '{name}'")
 
@@ -35,7 +43,14 @@ def _enospc(name: str) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
 
-ACTIONS: dict[str, Callable[[str], None]] = {"kill": _kill, "interrupt": _interrupt, "raise": _raise, "enospc": _enospc}
+ACTIONS: dict[str, Callable[[str], None]] = {
+    "kill": _kill,
+    "interrupt": _interrupt,
+    "terminate": _terminate,
+    "hang_up": _hang_up,
+    "raise": _raise,
+    "enospc": _enospc,
+}
 
 _listener: Callable[[str], None] | None = None
 
@@ -49,9 +64,9 @@ def point(name: str) -> None:
 def arm(spec: str) -> None:
     """Arms the failpoints of `spec`, instead of any armed before: `name[:n]:action`, several separated by commas.
 
-    n: at which passage, from 1 (the default). action: kill (SIGKILL), interrupt (SIGINT), raise (InjectedFault) or enospc
-    (OSError). Points are not registered anywhere, so a name that no code passes has no effect. Raises ValueError for a
-    malformed spec.
+    n: at which passage, from 1 (the default). action: kill (SIGKILL), interrupt (SIGINT), terminate (SIGTERM), hang_up
+    (SIGHUP), raise (InjectedFault) or enospc (OSError). Points are not registered anywhere, so a name that no code passes
+    has no effect. Raises ValueError for a malformed spec.
     """
     global _listener
     plan: dict[tuple[str, int], Callable[[str], None]] = {}

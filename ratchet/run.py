@@ -22,6 +22,7 @@ from ratchet.evals.patience import Patience
 from ratchet.evals.report import keep
 from ratchet.evals.results import Results
 from ratchet.evals.scores import ScoreEvaluator
+from ratchet.executors.signals import hold
 from ratchet.experience.batcher import Batcher
 from ratchet.experience.manager import PlaysGroups
 from ratchet.experience.measure import SPREADS, measure_groups, measure_staleness, spread_attempts
@@ -148,6 +149,7 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         for step in range(self.first_step, self.last_step):
+            hold()  # before the request is read: a signal is not to be lost to a handler of a library
             if self.stop.status is not None or self.progress.ended:
                 return
             self._updates = []

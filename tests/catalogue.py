@@ -100,7 +100,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "P5": ("the process of an engine is killed", "named, or replaced with its requests"),
         "P6": ("the driver is killed, anywhere", "nothing is left over; the resumed run ends with the same bits"),
         "P7": ("a process is stopped", "noticed by its silence, named and killed"),
-        "P8": ("SIGTERM, Ctrl-C", "the step is finished and saved; 143, 130; the second one ends it at once"),
+        "P8": (
+            "SIGTERM, Ctrl-C, a closed terminal",
+            "the step is finished and saved; 143, 130, 129; a second Ctrl-C or SIGTERM ends it at once",
+        ),
         "P9": ("Ctrl-C in the middle of a save", "the checkpoint before is whole, and no half one is there"),
         "P10": ("the disk is full in the middle of a save", "an error; the checkpoint before is whole, the draft is gone"),
         "P11": ("a read-only run directory", "refused at the start"),
@@ -121,6 +124,13 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "P23": (
             "the lock, recipe, metrics or checkpoints of a run are deleted under it",
             "said at the next step or save; the lock and the recipe are restored; nothing is overwritten",
+        "P24": (
+            "a library replaces a signal's handler, or blocks the signal",
+            "refused, or, in native code, undone before the next step: the run finishes its step and saves",
+        ),
+        "P25": (
+            "temporary files of a killed process",
+            "the next run removes them, and nothing of a living process or of another user",
         ),
     },
     "Hostile input": {

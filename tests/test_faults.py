@@ -64,7 +64,7 @@ def test_interrupt_is_ctrl_c() -> None:
 
 @pytest.mark.parametrize("spec", ["x", "x:explode", "x:0:kill", "x:-1:kill", "x:one:kill", "x:1:2:kill", ":kill", "x:1"])
 def test_a_malformed_spec_is_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match="kill, interrupt, raise, enospc"):
+    with pytest.raises(ValueError, match="kill, interrupt, terminate, hang_up, raise, enospc"):
         faults.arm(spec)
 
 

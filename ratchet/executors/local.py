@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
@@ -26,6 +25,7 @@ from ratchet.executors.nursery import MESSAGE_BYTES
 from ratchet.executors.serve import tail_of
 from ratchet.executors.worker import Place
 from ratchet.observe.ends import ended_how
+from ratchet.temporary import TemporaryFolder
 
 HOST = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.models.decoder")
@@ -132,7 +132,8 @@ class Nursery:
     """The driver's end. Whatever happens to it, the workers end with it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ratchet-"))  # the nursery removes it
+        self._temporary = TemporaryFolder("nursery")  # the nursery removes it where it outlives this process
+        self.folder = self._temporary.path
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._started: dict[int, Child] = {}  # by number, until it has a process
         self._living: dict[int, Child] = {}  # by process
@@ -154,12 +155,13 @@ class Nursery:
         return LocalMember(name, ours, silence_s, child, log)
 
     def close(self) -> None:
-        """Blocks until all its processes are gone."""
+        """Blocks until all its processes are gone, and their logs."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         if self._process is not None:
             self._process.terminate()  # it may be importing
         self._thread.join()
+        self._temporary.close()
 
     def _tell(self, what: dict[str, Any]) -> None:
         with contextlib.suppress(OSError), self._lock:  # a nursery that is gone has taken all of them along

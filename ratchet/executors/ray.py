@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,9 +22,11 @@ from ratchet.executors.group import WorkerGroup
 from ratchet.executors.inventory import this_node
 from ratchet.executors.member import Member, Name
 from ratchet.executors.serve import BEAT_S
+from ratchet.executors.signals import spares_programs
 from ratchet.executors.wire import Kind, Parcel
 from ratchet.executors.worker import Place
 from ratchet.observe.waits import waiting
+from ratchet.temporary import TemporaryFolder
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before it is imported: nothing is reported to anybody
 try:
@@ -42,6 +45,7 @@ MIB = 2**20
 ROOM_S = 120.0  # for other jobs of the cluster to make room
 REACH_S = 10.0  # for a cluster to answer
 LOOK_S = 5.0  # for a node to say what its dead actor wrote
+MAX_PARENT = 18  # bytes of a path: a socket of Ray has 85 more, of at most 103
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
 
 
@@ -55,6 +59,7 @@ class RayExecutor:
         self._room: list[PlacementGroup] = []
         self._groups: list[WorkerGroup] = []
         self._started = False
+        self._temporary: TemporaryFolder | None = None  # of a Ray that was started here
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
         """A component of this process."""
@@ -107,6 +112,9 @@ class RayExecutor:
         if self._started:
             ray.shutdown()
             self._started = False
+        if self._temporary is not None:
+            self._temporary.close()
+            self._temporary = None
 
     # --- Ray itself
 
@@ -141,14 +149,17 @@ class RayExecutor:
                 ray.init(address=self.config.address, **quiet)
                 return
             node = self._limited(this_node(self.threads, self.device))
-            ray.init(
-                num_cpus=max(1, round(node.cpus)),
-                num_gpus=len(node.accelerators),
-                object_store_memory=self.config.object_store_mib * MIB,
-                include_dashboard=False,
-                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
-                **quiet,
-            )
+            self._temporary = _temporary()
+            with spares_programs():
+                ray.init(
+                    num_cpus=max(1, round(node.cpus)),
+                    num_gpus=len(node.accelerators),
+                    object_store_memory=self.config.object_store_mib * MIB,
+                    include_dashboard=False,
+                    runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
+                    _temp_dir=self._temporary and str(self._temporary.path),
+                    **quiet,
+                )
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             where = (
                 f"the Ray cluster at {self.config.address} can't be reached" if self.config.address else "Ray does not start"
@@ -202,6 +213,14 @@ def _reach(address: str) -> None:
             f"cluster.address={address}: nothing answers there ({error}): start Ray there (ray start --head), or remove it "
             "for a Ray of this machine"
         ) from error
+
+
+def _temporary() -> TemporaryFolder | None:
+    """Make the folder of a new Ray's logs and sockets, which Ray itself never removes; None where paths would be too long."""
+    for place in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(place)) <= MAX_PARENT and os.access(place, os.W_OK):
+            return TemporaryFolder("ray", place)
+    return None
 
 
 def _environment(bundle: Bundle) -> dict[str, str]:

@@ -56,7 +56,13 @@ class WorkerActor:
         pass
 
 
-OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"life": 1}}
+OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "max_restarts": 0,
+    "concurrency_groups": {"life": 1},
+    # Ray's gcs_server keeps a record of each of the latest 100,000 calls, for a dashboard that does not run.
+    "enable_task_events": False,
+}
 ACTOR: Any = ray.remote(**OPTIONS)(WorkerActor)
 
 

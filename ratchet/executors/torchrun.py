@@ -29,6 +29,7 @@ from ratchet.executors.config import TorchrunClusterConfig
 from ratchet.executors.group import WorkerGroup
 from ratchet.executors.member import START_S, Name, SocketMember
 from ratchet.executors.serve import end_group, serve
+from ratchet.executors.signals import STOPPING, kept
 from ratchet.executors.worker import Place, bound
 from ratchet.observe.waits import waiting
 
@@ -114,10 +115,14 @@ class TorchrunExecutor:
 def serve_rank(launched: Launched) -> int:
     """What the process of another rank than 0 does: it works for rank 0 until that ends it. Returns the exit status.
 
-    SIGTERM and SIGINT, which torchrun or a terminal sends to all ranks, are for rank 0, who needs the others to end its step.
+    SIGTERM, SIGINT and SIGHUP, which torchrun sends to all ranks, are for rank 0, which needs the others to end its step.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs that it starts would inherit
+    # Not SIG_IGN, which programs that it starts would inherit.
+    with kept(dict.fromkeys(STOPPING, lambda number, frame: None)):
+        return _serve_rank(launched)
+
+
+def _serve_rank(launched: Launched) -> int:
     said = json.loads(_store(launched).get("driver"))
     address, secret = (said["host"], said["port"]), said["secret"]
     own = _own_host()

@@ -7,7 +7,6 @@ weights serve; only then the engine halts between two steps, loads, and goes on.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -34,6 +33,7 @@ from ratchet.models.hf import read_json
 from ratchet.models.layout import PEFT
 from ratchet.models.lora import Adapter
 from ratchet.models.policy import PolicyModel
+from ratchet.temporary import TemporaryFolder
 from ratchet.types import Completion, Placed, Sampling
 
 GIB = 2**30
@@ -63,7 +63,8 @@ class VLLMGeneration(Front):
         dtype = dtype_of(config, on_cpu=on_cpu)
         self.precision = config.quantise or str(dtype).removeprefix("torch.")
         max_context = min(config.max_context or model.max_positions, model.max_positions)
-        self._directory = _directory(config, sum(weight.numel() * 4 for _, weight in model.canonical_weights()))
+        self._folder = _folder(config, sum(weight.numel() * 4 for _, weight in model.canonical_weights()))
+        self._directory = self._folder.path
         self.config = config
         self._outbox, self._adapters = Outbox(self._directory, shapes, dtype), AdapterBox(self._directory)
         self._broken = ""  # why the weights can't be trusted
@@ -78,7 +79,7 @@ class VLLMGeneration(Front):
                 arguments |= arguments_of_media()
             core = CORES[config.engine](arguments, partial(_take_away, start, weights_alone=model.reads_media))
         except BaseException:
-            rmtree(self._directory, ignore_errors=True)
+            self._folder.close()
             raise
         vocab_size = model.vocab_size
         self._shapes = shapes
@@ -249,7 +250,7 @@ class VLLMGeneration(Front):
         """Ends vLLM's processes, and takes its files away. Running requests end as aborted."""
         self._paused = True
         self.core.close()
-        rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
 
 def engine_arguments(config: VLLMConfig, model: Path, dtype: torch.dtype, max_context: int, *, on_cpu: bool) -> dict[str, Any]:
@@ -318,10 +319,10 @@ def _take_away(start: Path, *, weights_alone: bool) -> None:
         rmtree(start)
 
 
-def _directory(config: VLLMConfig, size: int) -> Path:
-    """A fresh directory for files of that many bytes at a time."""
+def _folder(config: VLLMConfig, size: int) -> TemporaryFolder:
+    """Make a folder for files of that many bytes at a time."""
     parent = config.handover_dir
     if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:
         parent = str(SHARED_MEMORY)
     # By its process group, so that whoever kills that can take it away.
-    return Path(tempfile.mkdtemp(prefix=f"ratchet-vllm-{os.getpgid(0)}-", dir=parent))
+    return TemporaryFolder(f"vllm-{os.getpgid(0)}", parent)

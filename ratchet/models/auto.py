@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,6 +30,7 @@ from ratchet.models.lora_targets import chosen
 from ratchet.models.policy import UNLIMITED, PolicyModel
 from ratchet.models.routing import Routing
 from ratchet.models.work import work_of
+from ratchet.temporary import TemporaryFolder
 
 PROBE_LENGTHS = (5, 1, 7, 3)
 PROBE_ROUNDING = 100  # sums in another order, and gradients that all but cancel out; what is wrong moves them far more
@@ -286,10 +286,11 @@ class TransformersPolicy(PolicyModel):
         if weights is not None:
             given["state_dict"] = {name: weight.to("cpu", self.model.dtype, copy=True) for name, weight in weights.items()}
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as temporary:
-            self.model.save_pretrained(temporary, **given)
-            self.saved_config.save_pretrained(temporary)
-            files = sorted(Path(temporary).iterdir())
+        with TemporaryFolder("partial", directory) as temporary:
+            draft = temporary / "model"
+            self.model.save_pretrained(draft, **given)
+            self.saved_config.save_pretrained(draft)
+            files = sorted(draft.iterdir())
             for path in files:
                 path.replace(directory / path.name)
         remove_stale_weights(directory, {path.name for path in files})

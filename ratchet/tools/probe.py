@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +20,7 @@ from ratchet.errors import RatchetError
 from ratchet.observe.record import Record
 from ratchet.observe.record_schema import SCHEMA
 from ratchet.observe.sinks import read_jsonl
+from ratchet.temporary import TemporaryFolder
 
 PARTS = ("sample", "score", "update", "sync")
 MIB = 2**20
@@ -51,8 +51,8 @@ def probe(config: RunConfig, *, limit_s: float) -> Probe:
     """All stages one after the other in one process, as the run has them: each from the model that the one before it left, with
     the record, an evaluation and a save. limit_s: of a stage's training, after which no step more of it is begun, but
     for its first few. Raises RatchetError where the run fails."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-plan-") as place:
-        run, said = _train(Path(place), write_text(_shortened(config)), "--try", str(limit_s))
+    with TemporaryFolder("plan") as place:
+        run, said = _train(place, write_text(_shortened(config)), "--try", str(limit_s))
         if not run.summary.exists():
             raise RatchetError(f"a probe of {config.name} failed. The run said: {said.strip()[-800:]}")
         rows, record = [row for row in read_jsonl(run.metrics) if "time/step_s" in row], Record(run.steps)
@@ -127,8 +127,8 @@ logging: {progress: "off"}
 
 def empty_process(config: RunConfig) -> int:
     """Bytes of a run that has next to nothing to compute: Python, PyTorch, and what they load on the way."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-plan-") as place:
-        run, said = _train(Path(place), f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
+    with TemporaryFolder("plan") as place:
+        run, said = _train(place, f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
         if not run.summary.exists():
             raise RatchetError(f"an empty run failed on this machine: {said.strip()[-800:]}")
         return _peak(run)

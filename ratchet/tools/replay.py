@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.table import Column, Table
 from ratchet.observe.metrics import OF_THE_MACHINE
 from ratchet.observe.record_schema import LEARNED
 from ratchet.observe.sinks import read_jsonl
+from ratchet.temporary import TemporaryFolder
 from ratchet.tools.replaying import Played, Replay, changed_config
 
 NOT_EQUAL = 1  # the exit status
@@ -80,8 +80,8 @@ async def verdicts(replay: Replay, steps: Sequence[int], changes: Sequence[str] 
         earlier, changed = replay.diverged, None
         if changes:
             config = changed_config(replay, changes)
-            with tempfile.TemporaryDirectory(prefix="ratchet-replay-") as states:
-                changed = await replay.play_changed(config, Path(states))
+            with TemporaryFolder("replay") as states:
+                changed = await replay.play_changed(config, states)
         played = await replay.play()
         recorded = {name: value for name, value in rows.get(step, {}).items() if name != "step"}
         found = list(differences(replay, played, recorded))

@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.errors import RunDirectoryError
 from ratchet.observe.files import replace_text
 from ratchet.observe.waits import answer_status, ask_status, shown_on_signal
+from ratchet.temporary import TemporaryFolder
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def _address() -> Iterator[str]:
     if sys.platform == "linux":
         yield f"\0ratchet-{os.getpid()}-{secrets.token_hex(8)}"
         return
-    with tempfile.TemporaryDirectory(prefix="ratchet-status-") as folder:
+    with TemporaryFolder("status") as folder:
         yield f"{folder}/socket"
 
 

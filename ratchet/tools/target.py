@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -28,6 +27,7 @@ from ratchet.learners.export import export_saved
 from ratchet.models.heads import ScalarHead
 from ratchet.models.load import load_policy
 from ratchet.stage import Policy
+from ratchet.temporary import TemporaryFolder
 
 MODEL = "model"  # where a run leaves its trained model, as a Hugging Face directory
 ADAPTER = "adapter"  # and what a stage with `lora` trained, as peft reads it
@@ -42,7 +42,7 @@ class Target:
     model: Path
     policy: Policy
     config: RunConfig | None
-    exported: TemporaryDirectory[str] | None = None
+    exported: TemporaryFolder | None = None
 
 
 def checkpoint_of(path: Path) -> tuple[Path, int] | None:
@@ -97,10 +97,10 @@ def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None
     checkpoint = CheckpointStore(directory.checkpoints).load(step)
     index = len(checkpoint.meta["summaries"])
     config = whole.model_copy(update={"stages": whole.stages[: index + 1]})
-    exported = TemporaryDirectory(prefix="ratchet-step-")
-    _export(config, checkpoint, path, Path(exported.name))
-    policy = _policy(config, Path(exported.name), generator)
-    return Target(Path(exported.name), policy, config if recipe is None else freeze(load_config(recipe)), exported)
+    exported = TemporaryFolder("step")
+    _export(config, checkpoint, path, exported.path)
+    policy = _policy(config, exported.path, generator)
+    return Target(exported.path, policy, config if recipe is None else freeze(load_config(recipe)), exported)
 
 
 def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) -> None:

@@ -7,12 +7,9 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
-from types import FrameType
-
-from rich.console import Console
 
 from ratchet import faults
 from ratchet.assemble import (
@@ -32,11 +29,13 @@ from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
 from ratchet.executors.machine import freeze, peak_memory, prepare_process
+from ratchet.executors.signals import SecondSignal, spares_programs, stops_on_signals
 from ratchet.executors.torchrun import Launched, serve_rank
 from ratchet.experience.ledger import Ledger
 from ratchet.interfaces import Learner
 from ratchet.learners.config import SpreadConfig
 from ratchet.loop import train
+from ratchet.observe.console import lasting_console
 from ratchet.observe.curve import write_curve
 from ratchet.observe.log import log_to
 from ratchet.observe.progress import show_progress
@@ -48,8 +47,9 @@ from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.observe.trace import Trace, tracing
 from ratchet.observe.trackers import Tracked, run_id, track
 from ratchet.observe.waits import stalls_told
-from ratchet.run import OUT_OF_TIME, PAUSED, Run, StopRequest
+from ratchet.run import PAUSED, Run, StopRequest
 from ratchet.stage import Policy
+from ratchet.temporary import sweep
 from ratchet.tools.metering import metering
 from ratchet.tools.places import open_run
 from ratchet.tools.profiling import profiled_stage, profiling
@@ -132,29 +132,12 @@ def _numbered(path: Path) -> Path:
     return candidate
 
 
-class SecondSignal(KeyboardInterrupt):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
+class _StopAfterStep(StopRequest):
+    """A request that a signal makes: the loop finishes its step and saves."""
 
-
-@contextmanager
-def stops_on_signals() -> Iterator[StopRequest]:
-    """The first SIGINT or SIGTERM asks the loop to finish its step and save; a second one ends the process at once."""
-    stop = StopRequest()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.status not in (None, OUT_OF_TIME, PAUSED):
-            raise SecondSignal(number)
-        stop.status = 128 + number
-        log.warning("%s: finishing this step, then saving; once more to stop at once", signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    def make(self, number: signal.Signals) -> None:
+        self.status = 128 + number
+        log.warning("%s: finishing this step, then saving; Ctrl-C or SIGTERM to stop at once", number.name)
 
 
 class Session:
@@ -176,7 +159,7 @@ class Session:
         self.store, self.mirror = store, mirror
         self._plain = plain(config)
         self.changed_data, self.try_s = changed_data, try_s
-        self.console = Console()
+        self.console = lasting_console()
         self.summaries: list[StageSummary] = []  # of finished stages
         self.ledger = Ledger(directory.ledger)
         self.sinks = Sinks([])
@@ -188,8 +171,12 @@ class Session:
 
     async def run(self) -> int:
         prepare_process(self.config.threads)
-        with log_to(self.directory.log, console=self.console), stops_on_signals() as stop, answers_status(self.directory):
+        stop = _StopAfterStep()
+        logged = log_to(self.directory.log, console=self.console)
+        with logged, stops_on_signals(stop.make), answers_status(self.directory):
             log.info("%s", self.command)
+            for left in sweep():
+                log.info("removed %s, which a killed process has left", left)
             for note in () if self.mirror is None else self.mirror.notes:
                 log.info("%s", note)
                 self.console.print(note, markup=False, highlight=False, soft_wrap=True)
@@ -251,7 +238,8 @@ class Session:
             if stop.status is not None:
                 why = "Paused by a sentinel (run.log says why)" if stop.status == PAUSED else "Stopped"
                 saved = why if self.store.steps() else "Stopped before the first step, so it begins anew"
-                self.console.print(f"{saved}. Continue with: ratchet train --resume {self.place}", markup=False)
+                again = f"{saved}. Continue with: ratchet train --resume {self.place}"
+                self.console.print(again, markup=False, highlight=False, soft_wrap=True)
                 return stop.status
             checkpoint = None  # the stages after it start from the model in memory
         assert trained is not None, "every checkpoint is of a stage: there is one to finish"
@@ -270,7 +258,8 @@ class Session:
         if self.config.logging.sinks:
             path = self.directory.path
             tracked = Tracked(self.config.name, run_id(path), path, plain(self.config), resumed=keep_through >= 0)
-            sinks += track(self.config.logging.sinks, tracked)
+            with spares_programs():
+                sinks += track(self.config.logging.sinks, tracked)
         return Sinks(sinks)
 
     async def _stage(self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> Learner:

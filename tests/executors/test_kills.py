@@ -1,5 +1,6 @@
 """Deaths and silences: of workers, in calls and in collectives, and of the driver."""
 
+import contextlib
 import mmap
 import os
 import random
@@ -145,6 +146,31 @@ def test_the_drivers_death_leaves_nothing(how):
     assert mine <= shared_before
 
 
+@pytest.mark.parametrize("driver_too", [False, True], ids=["the nursery", "both"])
+@pytest.mark.fault("P25")
+def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
+    """The driver removes it at its end; where that is killed too, the next process that makes or sweeps one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "TMPDIR": str(tmp_path)}
+    ends = DRIVER.replace("time.sleep(60)", "sys.stdin.read(); executor.close()")
+    with subprocess.Popen(
+        [sys.executable, "-c", ends],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+    ) as driver:  # fmt: skip
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        folder = Path(driver.stdout.readline().strip())
+        os.kill(pids[-1], signal.SIGSTOP)  # it is not to remove anything before it dies
+        if driver_too:
+            driver.kill()
+        os.kill(pids[-1], signal.SIGKILL)
+        until(lambda: not any(alive(pid) for pid in pids[:2]))
+        assert folder.is_dir()
+        driver.communicate(timeout=20)
+    if driver_too:
+        sweep = "from ratchet.temporary import sweep; sweep()"
+        subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
+    assert os.listdir(tmp_path) == []
+
+
 RAY_DRIVER = """
 import sys, time
 from ratchet.executors.cluster import Need
@@ -155,7 +181,11 @@ executor.plan([Need("learner", 2)])
 group = executor.group("learner")
 group.build_now("executors.components:Tiny")
 sys.stdout.write(" ".join(map(str, [*group.call_now("pid"), *group.call_now("start_program")])) + "\\n")
+sys.stdout.write(f"{executor._temporary.path}\\n")
 sys.stdout.flush()
+if not sys.stdin.readline():
+    executor.close()
+    sys.exit()
 group.submit("hang")
 time.sleep(600)
 """
@@ -163,7 +193,10 @@ time.sleep(600)
 
 @pytest.mark.slow
 @pytest.mark.needs("ray")
-def test_the_death_of_a_driver_on_ray_leaves_nothing(tmp_path):
+@pytest.mark.fault("P6", "P25")
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
+def test_the_end_of_a_driver_on_ray_leaves_nothing(killed, tmp_path):
+    """The folder that Ray has logs and sockets in goes with the driver, or, where that is killed, with the next run."""
     token = tmp_path / "token"
     token.write_text("0" * 64)
     environment = {
@@ -172,12 +205,34 @@ def test_the_death_of_a_driver_on_ray_leaves_nothing(tmp_path):
         "RAY_AUTH_TOKEN_PATH": str(token),
     }
     with subprocess.Popen(
-        [sys.executable, "-c", RAY_DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as driver:
+        [sys.executable, "-c", RAY_DRIVER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+    ) as driver:  # fmt: skip
         pids = [int(word) for word in driver.stdout.readline().split()]
+        folder = Path(driver.stdout.readline().strip())
         assert len(pids) == 4
-        driver.kill()
+        assert list(folder.glob("session_*"))
+        if killed:
+            driver.stdin.write("\n")
+            driver.kill()
+        else:
+            driver.stdin.close()
         until(lambda: not any(alive(pid) for pid in pids), limit_s=60.0)
+        driver.wait(60)
+    if killed:
+        until(lambda: not processes_naming(folder), limit_s=60.0)
+        sweep = f"from pathlib import Path; from ratchet.temporary import _sweep; _sweep(Path({str(folder.parent)!r}))"
+        subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
+    assert not folder.exists()
+
+
+def processes_naming(folder: Path) -> list[str]:
+    """Ray's own processes, which have the folder among their arguments."""
+    naming = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            naming += [path.parent.name] * (str(folder).encode() in path.read_bytes())
+    return naming
 
 
 def test_a_killed_worker_leaves_nothing_in_shared_memory(start):

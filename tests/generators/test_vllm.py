@@ -32,6 +32,7 @@ from ratchet.models.adapters import save_adapter
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora import Adapter
 from ratchet.models.policy import DecoderPolicy
+from ratchet.temporary import OWNER
 from ratchet.testing.conformance import check_generator
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Sampling, StopReason
@@ -411,7 +412,7 @@ def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
         assert not llm.worker.loaded
         assert generation.version == 4
         assert (await generation.generate([1], Sampling(max_new_tokens=2))).versions.tolist() == [4, 4]
-        assert not list(generation._directory.iterdir())
+        assert [path.name for path in generation._directory.iterdir()] == [OWNER]
 
     asyncio.run(run())
 

@@ -43,6 +43,7 @@ from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora import Adapter
 from ratchet.models.policy import DecoderPolicy
+from ratchet.temporary import OWNER
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_generator
 from ratchet.types import Sampling, StopReason
@@ -407,7 +408,7 @@ async def refused_pushes(generator, learner):
     await refuses(generator.receive(iter([replace(shards[0], name="model.other")])), "none of that name")
     await refuses(generator.receive(iter([replace(shards[0], shape=(1, 2))])), "shape")
     await generator.rollback()
-    assert not list(generator._directory.iterdir())
+    assert [path.name for path in generator._directory.iterdir()] == [OWNER]
 
 
 async def refuses(push, reason):

@@ -11,6 +11,9 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from ratchet.checkpoint.store import CheckpointStore
+from ratchet.testing.forks import Forks
+
 RECIPE = {
     "name": "probe",
     "threads": 1,
@@ -163,18 +166,24 @@ def test_whatever_an_algorithm_remembers_survives_a_kill(name, tmp_path):
         assert heads[0].read_bytes() == heads[1].read_bytes()
 
 
+SIGNALS = {"interrupt": 130, "terminate": 143, "hang_up": 129}
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    with Forks(["ratchet.testing.chaos"], log=tmp_path_factory.mktemp("forks") / "log") as forks:
+        yield forks
+
+
 @pytest.mark.fault("P8")
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(whole, recipe, tmp_path):
+@pytest.mark.parametrize("fault", SIGNALS)
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(fault, forks, whole, recipe, tmp_path):
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "ratchet.cli", "train", str(recipe), "--run-dir", str(run), "stages.rl.steps=5"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text().count("\n"):
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert f"ratchet train --resume {run}" in output.replace("\n", "")
-    assert ratchet("train", "--resume", run).returncode == 0
+    train = "ratchet.testing.chaos:train_here"
+    assert forks.call(train, str(recipe), str(run), f"step.update:7:{fault}") == SIGNALS[fault], forks.log.read_text()
+    assert max(CheckpointStore(run / "checkpoints").steps()) == 7
+    assert f"ratchet train --resume {run}" in forks.log.read_text()
+    assert forks.call(train, str(recipe), str(run), "") == 0, forks.log.read_text()
     assert_equal_runs(whole[0], run, apart=("eval/",))  # a signal saves at once: it skips an evaluation that was due
 
 
