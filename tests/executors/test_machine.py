@@ -10,9 +10,8 @@ from ratchet.executors.machine import peak_memory
 
 def test_the_peak_is_this_processs_own() -> None:
     """Not what its parent had when it started it, and not what it has now."""
-    before = peak_memory()
     large = bytearray(b"x") * 2**28
-    assert peak_memory() >= max(before, len(large))
+    assert peak_memory() >= len(large)
     code = "from ratchet.executors.machine import peak_memory; print(peak_memory())"
     child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     del large
