@@ -13,6 +13,12 @@ from typing import Protocol
 
 from ratchet.errors import RatchetError
 
+# Variables of every program, so that its verdict hangs on no drawn hash seed and on no number of processors.
+FIXED_ENVIRONMENT: Mapping[str, str] = {
+    "PYTHONHASHSEED": "0",
+    **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")},
+}
+
 
 class SandboxError(RatchetError):
     """The sandbox can't do its work: too weak for what was declared, refused by the machine, or broken. Never a verdict on

@@ -23,6 +23,7 @@ from ratchet.observe.waits import waiting
 from ratchet.sandbox import shell
 from ratchet.sandbox.base import (
     DEFAULT_LIMITS,
+    FIXED_ENVIRONMENT,
     Isolation,
     Limits,
     Reason,
@@ -319,6 +320,7 @@ def _container(image: str, config: DockerSandboxConfig, limits: Limits, owner: s
         "Image": image,
         "Entrypoint": ["sh", "-c", KEEPER],
         "Cmd": [],
+        "Env": [f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items()],
         "User": config.user,
         "WorkingDir": "/",
         "OpenStdin": True,

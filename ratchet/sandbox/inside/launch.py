@@ -34,6 +34,7 @@ def main(control: int, options: dict[str, Any]) -> None:
     try:
         boss = watch_boss(options["boss"])
         oom_first()
+        os.umask(0o022)  # not the trainer's
         zygote.be_quiet()
         readable = tuple(options["readable"])
         sources = view(readable)

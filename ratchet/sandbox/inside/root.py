@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 from . import kernel
 from .kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
@@ -26,6 +27,7 @@ def enter() -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
     kernel.mount("none", "/", None, MS_REC | MS_PRIVATE)
+    socket.sethostname("sandbox")
 
 
 def build(sources: list[str]) -> int | None:
