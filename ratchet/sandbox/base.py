@@ -26,7 +26,7 @@ class SandboxError(RatchetError):
 
 
 class TooLarge(SandboxError):
-    """What a session holds is more than is taken out of it: the doing of its commands."""
+    """The files of a session are more than are taken out of it, or put into it."""
 
 
 class Isolation(IntEnum):
@@ -122,7 +122,8 @@ class Session(Protocol):
         ...
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        """Writes files, by path from the working directory. Raises SandboxError for a path that leaves it."""
+        """Writes files, by path from the working directory. Raises SandboxError for a path that leaves it, TooLarge for
+        files that have no room there."""
         ...
 
     async def get(self, path: str = ".") -> dict[str, bytes]:

@@ -149,7 +149,7 @@ def try_filter() -> None:
 def try_namespaces(sources: list[str]) -> None:
     def inside() -> None:
         root.build(sources)
-        root.fresh_box(1)
+        root.fresh_box(1, 0)
 
     root.enter()
     if why := trial(inside):

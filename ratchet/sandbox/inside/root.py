@@ -58,8 +58,11 @@ def build(sources: list[str]) -> int | None:
     return proc
 
 
-def fresh_box(disk_mib: int) -> None:
-    kernel.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mib}m,nr_inodes=1024,mode=1777")
+def fresh_box(disk_mib: int, owner: int) -> None:
+    """owner: the uid of the program, as git works in its own directories alone; 0 for ours, which then is the program's."""
+    owned = f",uid={owner},gid={owner}" if owner else ""
+    options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owned}"
+    kernel.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
     os.chdir(BOX)
 
 

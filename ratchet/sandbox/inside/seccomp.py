@@ -50,9 +50,11 @@ CHANGING = OPENING | table("""
     mkdirat=258 unlinkat=263 renameat=264 linkat=265 symlinkat=266 fchmodat=268 utimensat=280 fallocate=285
     renameat2=316
 """)
-# Only inside a process namespace of its own.
+# Only inside a process namespace of its own. make sets its ids to what they are whenever it starts a command; without
+# capabilities nothing else can be set.
 FORKING = table("""
-    fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setpriority=141 tgkill=234 waitid=247 execveat=322
+    fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setresuid=117 setresgid=119 setpriority=141
+    tgkill=234 waitid=247 execveat=322
 """)
 # What `ls -l` and `cp` ask of every file; no file has any here, and only this answer says so without a complaint.
 ATTRIBUTES = table("getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196")

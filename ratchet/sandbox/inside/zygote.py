@@ -50,7 +50,7 @@ def execute(
         close(files)
         return {"setup": f"commands and processes need namespaces and a /proc of their own; this is level {place.level}"}
     if inside:
-        root.fresh_box(request.disk_mib)
+        root.fresh_box(request.disk_mib, place.drop)
     ready, status = os.pipe2(os.O_CLOEXEC)
     zygote, start = os.getpid(), time.monotonic()
     child = os.fork()
