@@ -82,6 +82,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "its process is replaced when they are many, and they end with it",
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
+        "R14": (
+            "tests of a program that draw without a seed, or read the clock",
+            "refused by the task's name, and no silent 0 for right programs",
+        ),
+        "R15": (
+            "a program judged again: in another slot, beside others, after a resumption",
+            "the same outcome; what it can see of chance is fixed, or named in docs/sandbox.md",
+        ),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),
@@ -119,6 +127,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "S10": ("answers written to hang a grader or to run", "0 within the deadline; nothing runs"),
         "S11": ("quotes, braces, escapes, a megabyte in an answer", "inert in the log and in rewards"),
         "S12": ("a machine without a sandbox", "programs are refused, not run bare"),
+        "S13": (
+            "tests that evaluate what a program returned",
+            "refused by the task's name before anything of it runs; an answer that breaks the tests is a wrong one",
+        ),
+        "S14": (
+            "files that an agent leaves for the check to pick up",
+            "the check finds its own alone: they lie apart, and those of the agent only where it names them",
+        ),
     },
 }
 ROWS: dict[str, tuple[str, str]] = {name: row for rows in GROUPS.values() for name, row in rows.items()}
