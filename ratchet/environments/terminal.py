@@ -31,13 +31,13 @@ TOOL = "bash"
 BLOCK = re.compile(r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 WORK, CHECK = "work", "check"
 NAMED = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
-# Put before the check, in its session. Python's own paths would be safe without the variables, but for `cd "$WORK"`; git
-# obeys a repository that the check names, and is kept from running the two commands that its `status` would.
+# Put before the check, in its session. Python's own paths would be safe without the variables, but for `cd "$WORK"`. git
+# obeys a repository that the check names, and is kept from running the commands that its `status` or `fetch` would.
 PREPARE = f"""
 export {WORK.upper()}="$PWD/{WORK}" {CHECK.upper()}="$PWD/{CHECK}"
 export HOME="$CHECK" PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_0=core.fsmonitor GIT_CONFIG_VALUE_0=false
-export GIT_CONFIG_KEY_1=core.hooksPath GIT_CONFIG_VALUE_1=/dev/null
+export GIT_CONFIG_KEY_1=core.hooksPath GIT_CONFIG_VALUE_1=/dev/null GIT_ALLOW_PROTOCOL=file GIT_NO_LAZY_FETCH=1
 mkdir -p "$WORK" "$CHECK" && cd "$CHECK" || exit 125
 """
 COLUMNS: Mapping[str, tuple[type, Any]] = {  # what a row may have, and its default

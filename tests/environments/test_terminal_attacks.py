@@ -197,6 +197,14 @@ def test_a_check_runs_the_agents_program_on_purpose(judge):
     assert judge(rows, "echo 'import os; os._exit(0)' > double.py") == {"run": 0.0}
 
 
+def test_a_check_imports_the_agents_module_on_purpose(judge):
+    imports = "import csv, os, sys\nsys.path.append(os.environ['WORK'])\nimport double\nprint(double.twice(21))\n"
+    rows = [row("import", "python3 check.py", {"check.py": imports}, expected="42\n")]
+    assert judge(rows, "echo 'def twice(x): return 2 * x' > double.py") == {"import": 1.0}
+    shadow = "echo 'def twice(x): return 0' > double.py; echo 'print(42); import os; os._exit(0)' > csv.py"
+    assert judge(rows, shadow) == {"import": 0.0}
+
+
 @pytest.mark.fault("S14")
 def test_files_that_leave_the_check_no_room_earn_0(judge):
     rows = [row("room", 'test -s "$WORK/sum.txt"', {"data.txt": "x" * 100_000})]
