@@ -35,9 +35,9 @@ import ctypes, json, os, sys
 NO_RANDOMIZE = 0x40000
 personality = ctypes.CDLL(None).personality
 before = personality(0xFFFFFFFF)
-if before >= 0 and not before & NO_RANDOMIZE and personality(before | NO_RANDOMIZE) >= 0:
-    if personality(0xFFFFFFFF) & NO_RANDOMIZE:
-        os.execv(sys.executable, sys.orig_argv)
+once = len(sys.argv) == 4  # an interpreter with capabilities loses the switch at every exec
+if once and before >= 0 and not before & NO_RANDOMIZE and personality(before | NO_RANDOMIZE) >= 0:
+    os.execv(sys.executable, [*sys.orig_argv, "again"])
 sys.path.insert(0, sys.argv[1])
 from inside.launch import main
 del sys.path[0]

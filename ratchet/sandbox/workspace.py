@@ -11,7 +11,7 @@ from importlib.resources import files as resources
 from typing import Any
 
 from ratchet.sandbox import shell
-from ratchet.sandbox.base import FIXED_ENVIRONMENT, Limits, Reason, Result, Sandbox, SandboxError, TooLarge, inside
+from ratchet.sandbox.base import Limits, Reason, Result, Sandbox, SandboxError, TooLarge, inside
 
 MARGIN_S = 10.0  # for the carrier's own work, beyond the command's time
 SHELL_PROCESSES = 32  # beyond those of the limits: the carrier, its threads, and what pipelines are made of
@@ -35,7 +35,6 @@ class Workspace:
             "files": {name: [mode, _encoded(data)] for name, (mode, data) in self._files.items()},
             "words": shell.words("sh", command, shell.STATE_FILE),
             "state": shell.STATE_FILE,
-            "environment": FIXED_ENVIRONMENT,
             "timeout_s": timeout_s,
             "most_output": most_kib << 10,
             "most_files": CARRIED_KIB << 10,

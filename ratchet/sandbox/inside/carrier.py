@@ -62,12 +62,7 @@ def run(request):
     texts, over, began = [bytearray(), bytearray()], threading.Event(), time.monotonic()
     words = [os.path.abspath(word) if word == request["state"] else word for word in request["words"]]
     process = subprocess.Popen(
-        words,
-        env={**os.environ, **request["environment"]},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     assert process.stdout is not None
     assert process.stderr is not None
