@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 from sandbox.test_attacks import need
+from sandbox.test_determinism import fixed_addresses
 
 from ratchet.rewards.code import Code
 from ratchet.rewards.config import CodeConfig
@@ -36,7 +38,7 @@ SEEN = (
     "import json\nprint(json.dumps({{w: len(str(w)) for w in map(str, {{{words}}})}}))",
     "import string, itertools\nprint(''.join(set(string.ascii_letters))[: {n} % 50])",
     "print(max({{{words}}}, key=lambda w: len(str(w))), next(iter({{{words}}} - {{None}})))",
-    "class A: pass\nprint([type(x).__name__ for x in {{A, int, None}}].count('A'), {n})",
+    "class A: pass\nprint([type(x).__name__ for x in {{A, 1}}].count('type'), {n})",
     "import collections\nprint(collections.Counter(map(str, {{{words}}})).most_common(2))",
 )
 # Tests that walk a set, or hand one over. The function gives back what it is asked for.
@@ -51,13 +53,16 @@ TESTED = (
 )
 
 
-def fill(template: str, rng: random.Random) -> str:
-    words = rng.sample(WORDS, rng.randint(3, 8))
+def fill(templates: Sequence[str], rng: random.Random) -> str:
+    """One of the templates, without what hangs on addresses where they are drawn."""
+    template, words = rng.choice(templates), rng.sample(WORDS, rng.randint(3, 8))
+    if not fixed_addresses():
+        template, words = template.replace("None", "0").replace("int, str", "1, 2"), [word or 0 for word in words]
     return template.format(words=", ".join(map(repr, words)), n=rng.randrange(1, 10**6))
 
 
 def functions(rng: random.Random) -> list[tuple[Task, str]]:
-    tests = [f"def check(candidate):\n    {fill(rng.choice(TESTED), rng)}\n" for _ in range(FUNCTIONS)]
+    tests = [f"def check(candidate):\n    {fill(TESTED, rng)}\n" for _ in range(FUNCTIONS)]
     columns = {"prompt": "", "entry_point": "f"}
     tasks = [Task(f"function/{index}", (), meta={**columns, "test": test}) for index, test in enumerate(tests)]
     return [(task, "def f(x):\n    return x\n") for task in tasks]
@@ -65,7 +70,7 @@ def functions(rng: random.Random) -> list[tuple[Task, str]]:
 
 async def programs(rng: random.Random) -> list[tuple[Task, str]]:
     """Each with what it printed in a pool of its own as its test."""
-    sources = [fill(rng.choice(SEEN), rng) for _ in range(PROGRAMS)]
+    sources = [fill(SEEN, rng) for _ in range(PROGRAMS)]
     sandbox = LocalSandbox(slots=3)
     results = await asyncio.gather(*(sandbox.run(source, b"", Limits(wall_s=60, cpu_s=20)) for source in sources))
     sandbox.close()
