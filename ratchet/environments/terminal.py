@@ -1,9 +1,11 @@
-"""Reach a goal by shell commands. The check runs in a session of its own, beside the files that the agent's one ends with:
-whatever the agent started, changed or watches is out of reach of it, and the check is out of reach of the agent.
+"""Reach a goal by shell commands. The check runs in a session of its own, beside the files that the
+agent's one ends with: whatever the agent started, changed or watches is out of reach of it, and the
+check is out of reach of the agent.
 
-The agent's files lie in a directory of their own, named by $WORK, and the check begins in that of its own files. Programs look
-for more files where they start and where their source lies (csv.py, conftest.py, GNUmakefile, node_modules, .git): there
-they find the check's alone, and use a file of the agent only where the check names it.
+The agent's files lie in a directory of their own, named by $WORK, and the check begins in that of
+its own files. Programs look for more files where they start and where their source lies (csv.py,
+conftest.py, GNUmakefile, node_modules, .git): there they find the check's alone, and use a file of
+the agent only where the check names it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ TOOL = "bash"
 BLOCK = re.compile(r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 WORK, CHECK = "work", "check"
 NAMED = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
-# Put before the check, in its session. Python's own paths would be safe without the variables, but for `cd "$WORK"`. git
-# obeys a repository that the check names, and is kept from running the commands that its `status` or `fetch` would.
+# Put before the check, in its session. Python's own paths would be safe without the variables, but
+# for `cd "$WORK"`. git obeys a repository that the check names, and is kept from running the
+# commands that its `status` or `fetch` would.
 PREPARE = f"""
 export {WORK.upper()}="$PWD/{WORK}" {CHECK.upper()}="$PWD/{CHECK}"
 export HOME="$CHECK" PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1

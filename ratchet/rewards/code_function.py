@@ -69,7 +69,8 @@ class FunctionJudge:
             if found is None:  # plain values that take the tests for ever, or all the memory
                 return Verdict("limit")
             if found["end"] == "unknown":
-                # The call after the sure ones follows from their answers, and was answered. Not asked again, it was drawn.
+                # The call after the sure ones follows from their answers, and was answered. Not
+                # asked again, it was drawn.
                 if found["sure"] <= sure:
                     raise DataError(
                         f"task '{task.label}': its tests call {task.entry_point} differently each time. "

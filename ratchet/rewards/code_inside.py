@@ -282,10 +282,11 @@ class Judge:
         check(self.call)
 
     def guard(self) -> None:
-        """Have the interpreter refuse to run code that an answer may be part of: beside the tests it could make them hold.
+        """Have the interpreter refuse to run code that an answer may be part of.
 
-        Once an answer was given that may hold text, only code without any name (such as that of "1 + 1", which reaches
-        nothing), texts of the tests themselves and what the library compiles for itself are run.
+        Beside the tests it could make them hold. Once an answer was given that may hold text, only
+        three things are run: code without any name (that of "1 + 1", say, reaches nothing), texts
+        of the tests themselves, and what the library compiles for itself.
         """
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -347,8 +348,11 @@ class Judge:
         return error
 
     def _own(self, error: BaseException) -> bool:
-        """True if the tests are at fault: they lack a name or a module, or are broken source. After the first answer such
-        an error may be the answer's doing, so that it is a wrong one: no program may turn its 0 into a failed attempt."""
+        """True if the tests are at fault: they lack a name or a module, or are broken source.
+
+        After the first answer such an error may be the answer's doing, so that it is a wrong one:
+        no program may turn its 0 into a failed attempt.
+        """
         lacking = NameError | ModuleNotFoundError  # which `Anything` in place of an answer does not bring about
         kinds = lacking if self.sure is not None else lacking | SyntaxError | ImportError
         broken = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)

@@ -1,8 +1,9 @@
 """Tests that evaluate an answer as code, recognised by their source.
 
-Such tests run whatever the program returned beside their own assertions, where it can make all of them hold. They are
-refused for every program alike, so that none escapes its 0 by returning something that would have to be evaluated.
-What names hide from this reading is stopped when it happens, by `code_inside.Judge.guard`.
+Such tests run whatever the program returned beside their own assertions, where it can make all of
+them hold. They are refused for every program alike, so that none escapes its 0 by returning
+something that would have to be evaluated. What names hide from this reading is stopped when it
+happens, by `code_inside.Judge.guard`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def evaluated_answer(test: str, entry_point: str) -> str:
-    """Return the call, as source, by which `test` evaluates what `entry_point` or its stand-in returned; "" without one.
+    """Return the source of the call by which `test` evaluates an answer of `entry_point`, or "".
 
-    A name counts as an answer wherever it was assigned one anywhere in the tests: their control flow is not followed.
+    A name counts as an answer wherever it was assigned one anywhere in the tests: their control
+    flow is not followed.
     """
     try:
         tree = ast.parse(test)
@@ -81,7 +83,8 @@ def _evaluations(tree: ast.Module, names: set[str]) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         arguments = _arguments(node)
-        # Of a call the first argument alone is evaluated; of eval as an argument, as in map(eval, answers), any other may be.
+        # Of a call the first argument alone is evaluated; of eval as an argument, as in map(eval,
+        # answers), any other may be.
         sources = arguments[:1] if _evaluates(node.func) else arguments if any(map(_evaluates, arguments)) else []
         if any(_mentions(source, names) for source in sources):
             yield ast.unparse(node)[:200]

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from ratchet.errors import RatchetError
 
-# Variables of every program, so that its verdict hangs on no drawn hash seed and on no number of processors.
+# Variables of every program, so that its verdict hangs on no drawn hash seed and on no number of
+# processors.
 FIXED_ENVIRONMENT: Mapping[str, str] = {
     "PYTHONHASHSEED": "0",
     **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")},
@@ -122,8 +123,8 @@ class Session(Protocol):
         ...
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        """Writes files, by path from the working directory. Raises SandboxError for a path that leaves it, TooLarge for
-        files that have no room there."""
+        """Writes files, by path from the working directory. Raises SandboxError for a path that
+        leaves it, TooLarge for files that have no room there."""
         ...
 
     async def get(self, path: str = ".") -> dict[str, bytes]:

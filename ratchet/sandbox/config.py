@@ -22,7 +22,7 @@ class LocalSandboxConfig(Section):
 
 
 def local_sandbox() -> Section:
-    """Return the default of a key `sandbox`, with its kind, so that a recipe saved with it loads again."""
+    """Return the default of a key `sandbox`, with the kind that a saved recipe needs."""
     return resolve("sandbox", {"kind": "local"})
 
 

@@ -100,7 +100,7 @@ def test_programs_have_one_outcome_with_any_number_of_slots():
         assert {sources[name]: outcome for name, outcome in found.items() if outcome != right} == {}
 
 
-def test_sets_travel_as_the_same_text_and_their_walks_are_foreseen():
+def test_sets_are_the_same_text_and_walks_are_foreseen():
     reward = Code(CodeConfig(workers=2, timeout_s=20))
     words = ", ".join(map(repr, WORDS[:8]))
     lines = [f"for w in {{{words}}}: assert candidate(w) == w", f"assert candidate({{{words}, None}}) == {{None, {words}}}"]

@@ -59,7 +59,10 @@ def build(sources: list[str]) -> int | None:
 
 
 def fresh_box(disk_mib: int, owner: int) -> None:
-    """owner: the uid of the program, as git works in its own directories alone; 0 for ours, which then is the program's."""
+    """Mount an empty scratch directory, and enter it.
+
+    owner: uid of the program, since git works in directories of its own alone; 0 where it is ours.
+    """
     owned = f",uid={owner},gid={owner}" if owner else ""
     options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owned}"
     kernel.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)

@@ -50,8 +50,8 @@ CHANGING = OPENING | table("""
     mkdirat=258 unlinkat=263 renameat=264 linkat=265 symlinkat=266 fchmodat=268 utimensat=280 fallocate=285
     renameat2=316
 """)
-# Only inside a process namespace of its own. make sets its ids to what they are whenever it starts a command; without
-# capabilities nothing else can be set.
+# Only inside a process namespace of its own. make sets its ids to what they are whenever it starts
+# a command; without capabilities nothing else can be set.
 FORKING = table("""
     fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setresuid=117 setresgid=119 setpriority=141
     tgkill=234 waitid=247 execveat=322
@@ -100,8 +100,11 @@ def without(index: int, bits: int, error: int) -> list[Instruction]:
 
 
 def locks(forking: bool) -> list[Instruction]:
-    """Return the filter of file locks. The files of the library are the same in every slot, so a lock on one is seen by
-    programs beside it: a program of one process, with nobody to lock out, is told that its lock is granted, and gets none."""
+    """Return the filter of file locks.
+
+    The files of the library are the same in every slot, so that a lock on one is seen by programs beside it. A program
+    of one process, which has no other to lock out, is told that its lock is granted, and gets none.
+    """
     if forking:
         return when(FCNTL, one_of(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(FLOCK, [returns(OK)])
     granted = returns(FAIL | 0)  # "fails" with error 0: the call returns 0 and does nothing

@@ -75,8 +75,8 @@ def execute(
 
 
 def open_last_pid(proc: int | None) -> int | None:
-    """Open the file that says which process id comes next, so that every program has id 2 whatever ran before it. None
-    where there is no /proc of our own, or its kernel lacks the file."""
+    """Open the file that says which process id comes next, so that every program has id 2 whatever
+    ran before it. None where there is no /proc of our own, or its kernel lacks the file."""
     if proc is None:
         return None
     try:
