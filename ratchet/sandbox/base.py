@@ -33,7 +33,9 @@ class TooLarge(SandboxError):
 class Isolation(IntEnum):
     """How much stands between a program and the machine, weakest first. Limits, seccomp and a dropped uid belong to all."""
 
-    SECCOMP = 1  # system calls filtered: no network, processes or writing, but files of this user can be read
+    # System calls are filtered: no network, processes or writing. Files of this user can be read, and, unless it is root,
+    # the environment variables of its processes.
+    SECCOMP = 1
     LANDLOCK = 2  # and only the Python library can be read; nothing can be written
     NAMESPACES = 3  # and own processes, network, IPC and root directory, with a private scratch directory
     KERNEL = 4  # and a kernel of its own: a virtual machine, or gVisor
