@@ -82,11 +82,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "its process is replaced when they are many, and they end with it",
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
-        "R14": (
+        "R17": (
             "tests of a program that draw without a seed, or read the clock",
             "refused by the task's name, and no silent 0 for right programs",
         ),
-        "R15": (
+        "R18": (
             "a program judged again: in another slot, beside others, after a resumption",
             "the same outcome; what it can see of chance is fixed, or named in docs/sandbox.md",
         ),

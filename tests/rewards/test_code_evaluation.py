@@ -162,7 +162,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.fault("R14")
+@pytest.mark.fault("R17")
 def test_tests_that_are_not_the_same_twice_are_refused(reward, name):
     outcome = judge(reward, DRAWN[name], "def f(x): return x + 1")
     assert isinstance(outcome, Failed), outcome

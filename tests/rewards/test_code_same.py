@@ -81,7 +81,7 @@ async def programs(rng: random.Random) -> list[tuple[Task, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("R15")
+@pytest.mark.fault("R18")
 def test_programs_have_one_outcome_with_any_number_of_slots():
     need(Isolation.NAMESPACES)
     rng = random.Random(0)

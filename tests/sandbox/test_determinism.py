@@ -60,7 +60,7 @@ def outputs(source: str | list[str], level: Isolation, limits: Limits = PATIENT)
 
 
 @pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
-@pytest.mark.fault("R15")
+@pytest.mark.fault("R18")
 def test_a_program_sees_the_same_in_every_slot(level: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
     need(level)
     monkeypatch.setenv("PYTHONHASHSEED", "3")
@@ -70,7 +70,7 @@ def test_a_program_sees_the_same_in_every_slot(level: Isolation, monkeypatch: py
     assert printed.pop().count(b"\n") >= 4
 
 
-@pytest.mark.fault("R15")
+@pytest.mark.fault("R18")
 def test_a_command_sees_the_same_in_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     need(Isolation.NAMESPACES)
     monkeypatch.setenv("PYTHONHASHSEED", "3")

@@ -40,7 +40,7 @@ def recipe(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.fault("R15")
+@pytest.mark.fault("R18")
 def test_a_killed_run_with_rewards_of_code_has_the_same_bits(tmp_path):
     path = tmp_path / "code.yaml"
     path.write_text(yaml.safe_dump(recipe(tmp_path)))
