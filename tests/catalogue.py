@@ -91,6 +91,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
         "R14": ("an attempt ends at the turn limit behind a whole answer", "a reward model reads the answer's end of turn"),
         "R19": ("attempts of older weights that no ratio corrects", "a warning with the fix, before the run and in its log"),
+        "R17": (
+            "tests of a program that draw without a seed, or read the clock",
+            "refused by the task's name, and no silent 0 for right programs",
+        ),
+        "R18": (
+            "a program judged again: in another slot, beside others, after a resumption",
+            "the same outcome; what it can see of chance is fixed, or named in docs/sandbox.md",
+        ),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),
@@ -152,6 +160,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "S16": ("a page of another site that asks a server without a key", "refused by its Host or Origin"),
         "S17": ("a run of any length, or numbers that no axis holds, in the dashboard", "memory is bounded; left out of the chart"),
+        "S13": (
+            "tests that evaluate what a program returned",
+            "refused by the task's name before anything of it runs; an answer that breaks the tests is a wrong one",
+        ),
+        "S14": (
+            "files that an agent leaves for the check to pick up",
+            "the check finds its own alone: they lie apart, and those of the agent only where it names them",
+        ),
     },
 }
 ROWS: dict[str, tuple[str, str]] = {name: row for rows in GROUPS.values() for name, row in rows.items()}

@@ -1,5 +1,11 @@
-"""Reach a goal by shell commands. The check runs in a session of its own, made of the files that the agent's one ends with:
-whatever the agent started, changed or watches is out of reach of it, and the check is out of reach of the agent.
+"""Reach a goal by shell commands. The check runs in a session of its own, beside the files that the
+agent's one ends with: whatever the agent started, changed or watches is out of reach of it, and the
+check is out of reach of the agent.
+
+The agent's files lie in a directory of their own, named by $WORK, and the check begins in that of
+its own files. Programs look for more files where they start and where their source lies (csv.py,
+conftest.py, GNUmakefile, node_modules, .git): there they find the check's alone, and use a file of
+the agent only where the check names it.
 """
 
 from __future__ import annotations
@@ -25,6 +31,18 @@ from ratchet.types import Message, Split, Task, ToolCall
 
 TOOL = "bash"
 BLOCK = re.compile(r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+WORK, CHECK = "work", "check"
+NAMED = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
+# Put before the check, in its session. Python's own paths would be safe without the variables, but
+# for `cd "$WORK"`. git obeys a repository that the check names, and is kept from running the
+# commands that its `status` or `fetch` would.
+PREPARE = f"""
+export {WORK.upper()}="$PWD/{WORK}" {CHECK.upper()}="$PWD/{CHECK}"
+export HOME="$CHECK" PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
+export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_0=core.fsmonitor GIT_CONFIG_VALUE_0=false
+export GIT_CONFIG_KEY_1=core.hooksPath GIT_CONFIG_VALUE_1=/dev/null GIT_ALLOW_PROTOCOL=file GIT_NO_LAZY_FETCH=1
+mkdir -p "$WORK" "$CHECK" && cd "$CHECK" || exit 125
+"""
 COLUMNS: Mapping[str, tuple[type, Any]] = {  # what a row may have, and its default
     "id": (str, ""),
     "image": (str, ""),
@@ -81,6 +99,11 @@ class Terminal(Rows):
                 inside(file)
                 if not isinstance(text, str):
                     raise DataError(f"{where}: '{name}' must give each file's text, and that of {file!r} is {text!r:.60}")
+        if not any(NAMED.search(text) for text in (meta["check"], *meta["check_files"].values())):
+            raise DataError(
+                f"{where}: the check never names the agent's files, which lie in $WORK, so that it says the same of every "
+                "attempt. Write \"$WORK/FILE\" for FILE in 'check', or read the variable WORK in a file of 'check_files'."
+            )
         own = meta.pop("id") or f"{Path(path).stem}/{row.line}"
         prompt = Message("user", row.values["goal"] + self.config.instructions)
         return Task(f"{self.name}/{own}", (prompt,), environment=self.name, tag=self.name, meta=meta)
@@ -134,8 +157,12 @@ class Terminal(Rows):
         await self.close()
         session = await self.sandbox.open(meta["image"], self.limits)
         try:
-            await session.put(files | _files(meta["check_files"]))
-            result = await session.run(meta["check"], self.config.check_timeout_s)
+            await session.put(_below(CHECK, _files(meta["check_files"])))
+            try:
+                await session.put(_below(WORK, files))
+            except TooLarge:  # no room beside the check's: not a failed attempt, which would spare it the 0
+                return 0.0
+            result = await session.run(PREPARE + meta["check"], self.config.check_timeout_s)
         finally:
             await session.close()
         return float(result.ok if meta["expected"] is None else passed(result, meta["expected"]))
@@ -166,6 +193,10 @@ def shown(result: Result, most: int) -> str:
         text = f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-(most // 2) :]}"
     ended = result.reason.value if result.reason is not Reason.EXIT else f"exit code {result.exit}"
     return text if result.ok and text else f"{text.rstrip()}\n[{ended}]".lstrip()
+
+
+def _below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {f"{folder}/{name}": data for name, data in files.items()}
 
 
 def _files(texts: Mapping[str, str]) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from ratchet.config.base import Section
 from ratchet.config.kinds import Slot
 from ratchet.data.files import DataFile
 from ratchet.environments.config import EnvironmentConfig
-from ratchet.sandbox.config import LocalSandboxConfig
+from ratchet.sandbox.config import local_sandbox
 
 INSTRUCTIONS = (
     "\n\nYou have a shell. Give one command (or several lines) in a ```sh block, or by the tool `bash`, and you see what it "
@@ -30,7 +30,7 @@ class TerminalConfig(EnvironmentConfig):
     train: DataFile = Field(description="A file, or an address in an object store.")
     test: DataFile | None = Field(None, description="Likewise.")
     sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
-        default_factory=LocalSandboxConfig, description="Where commands run: local, docker or remote, and its keys."
+        default_factory=local_sandbox, description="Where commands run: local, docker or remote, and its keys."
     )
     isolation: Literal["kernel", "namespaces"] = Field("namespaces", description="The weakest sandbox that will do.")
     workers: int = Field(2, gt=0, description="Commands that run at once.")

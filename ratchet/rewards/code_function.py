@@ -11,9 +11,10 @@ from importlib.resources import files
 from typing import Any
 
 from ratchet.errors import DataError
+from ratchet.rewards.code_tests import evaluated_answer
 from ratchet.sandbox import Limits, Reason, Result, Sandbox
 
-MAX_ROUNDS = 50  # executions in which answers lead to calls that nobody foresaw
+MAX_ROUNDS = 50  # executions in which answers lead to calls that were not foreseen
 MAX_PLANS = 1024  # tasks whose calls are remembered
 TESTS_CPU_S, TESTS_OUTPUT_KIB = 10.0, 16384
 LIMITED = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
@@ -68,8 +69,13 @@ class FunctionJudge:
             if found is None:  # plain values that take the tests for ever, or all the memory
                 return Verdict("limit")
             if found["end"] == "unknown":
-                if found["sure"] < sure:
-                    raise DataError(f"task '{task.label}': its tests call {task.entry_point} differently each time")
+                # The call after the sure ones follows from their answers, and was answered. Not
+                # asked again, it was drawn.
+                if found["sure"] <= sure:
+                    raise DataError(
+                        f"task '{task.label}': its tests call {task.entry_point} differently each time. "
+                        "Seed what they draw, and let them read no clock."
+                    )
                 calls, sure = found["calls"], found["sure"]
                 continue
             end = found["end"]
@@ -89,6 +95,11 @@ class FunctionJudge:
         return await asyncio.shield(plan)
 
     async def _foresee(self, task: FunctionTask) -> list[str]:
+        if evaluation := evaluated_answer(task.test, task.entry_point):
+            raise DataError(
+                f"task '{task.label}': its tests evaluate what {task.entry_point} returned: {evaluation}. "
+                "Compare the value instead, as a program could make such tests pass."
+            )
         found = await self._try(task, [], [])
         if found is None:
             raise DataError(f"task '{task.label}': its tests ended before their first verdict, or ran out of time or memory")

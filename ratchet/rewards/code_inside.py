@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import random
 import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 MAX_ITEMS = 100_000  # of an iterator that a program returns
@@ -58,7 +59,9 @@ def encode(value: Any) -> Any:
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             walk: Any = kind.__iter__  # not the subclass's own
-            return [kind.__name__, [encode(item) for item in walk(value)]]
+            items = [encode(item) for item in walk(value)]
+            # Equal sets are the same text: a call is recognised by its text.
+            return [kind.__name__, sorted(items, key=json.dumps) if kind in (set, frozenset) else items]
     if hasattr(type(value), "__next__"):
         items = [encode(item) for item in itertools.islice(value, MAX_ITEMS + 1)]
         if len(items) <= MAX_ITEMS:
@@ -204,6 +207,10 @@ class Unusable(Exception):
     """The tests themselves are broken, whatever the program."""
 
 
+class Evaluated(BaseException):
+    """The tests were about to run an answer as code. Not an Exception, which they might catch."""
+
+
 class ProgramError(Exception):
     """The program gave no value, or an exception that has no built-in name."""
 
@@ -233,6 +240,8 @@ class Judge:
         self.asked: list[str] = []
         self.sure: int | None = None  # calls before the first that nobody was asked
         self.lost = False
+        self.given = self.heard_text = False  # an answer was given; one that is more than a number
+        self.evaluated = ""  # what the tests were about to do with it
         self.held = self.broken = 0
         self.programs: list[BaseException] = []  # exceptions that came from the program
 
@@ -247,6 +256,8 @@ class Judge:
             if self._own(error):
                 end = "unusable"
             self.broken += self.share or not self.broken
+        if self.evaluated:
+            end, why = "unusable", self.evaluated
         if self.sure is not None and end != "unusable":
             return {"end": "unknown", "calls": self.asked, "sure": self.sure}
         if not self.asked and end == "passed":
@@ -262,12 +273,32 @@ class Judge:
         if stub is not None:  # what the tests use of it: imports, helper functions
             exec(stub, namespace)
         namespace[self.entry_point] = self.call
+        self.guard()
         tree = ast.fix_missing_locations(CountAsserts().visit(ast.parse(self.test)))
         exec(compile(tree, "tests", "exec", dont_inherit=True), namespace)
         check = namespace.get("check")
         if not callable(check):
             raise Unusable("the tests define no function check(candidate)")
         check(self.call)
+
+    def guard(self) -> None:
+        """Have the interpreter refuse to run code that an answer may be part of.
+
+        Beside the tests it could make them hold. Once an answer was given that may hold text, only
+        three things are run: code without any name (that of "1 + 1", say, reaches nothing), texts
+        of the tests themselves, and what the library compiles for itself.
+        """
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            if event not in RUNNING or not self.heard_text or compiled_by_library(sys._getframe(1)):
+                return
+            code = arguments[0] if event in TAKING_CODE else None
+            if isinstance(code, types.CodeType) and (nameless(code) or code in literals(self.test)):
+                return
+            self.evaluated = f"they evaluate what {self.entry_point} returned ({event}); compare its value instead"
+            raise Evaluated
+
+        sys.addaudithook(hook)
 
     def call(self, *arguments: Any, **named: Any) -> Any:
         """The stand-in of the judged function."""
@@ -283,7 +314,7 @@ class Judge:
         self.asked.append(text)
         if self.sure is None and (self.lost or (index < len(self.calls) and self.calls[index] == text)):
             if self.lost or index >= len(self.answers):
-                self.lost = True
+                self.lost = self.given = True
                 raise self._from_program(ProgramError("the program ended without an answer"))
             return self._given(self.answers[index])
         if self.sure is None:
@@ -296,6 +327,7 @@ class Judge:
 
     def _given(self, line: str) -> Any:
         """Rebuilt from what the program's process wrote, which may be anything."""
+        before, self.given, self.heard_text = self.heard_text, True, True
         try:
             said = json.loads(line)
             if "raised" in said:
@@ -304,7 +336,9 @@ class Judge:
             elif "opaque" in said:
                 error = ProgramError(f"it returned a value of type {said['opaque']}, which can't travel")
             else:
-                return decode(said["value"])
+                value = decode(said["value"])
+                self.heard_text = before or not isinstance(value, int | float | complex | None)
+                return value
         except Exception as problem:
             error = ProgramError(f"its answer can't be read: {problem}")
         raise self._from_program(error)
@@ -314,13 +348,49 @@ class Judge:
         return error
 
     def _own(self, error: BaseException) -> bool:
-        """A name or a module that the tests lack is not the program's doing, nor is broken source."""
-        own = isinstance(error, Unusable | SyntaxError | NameError | ImportError) and not isinstance(error, UnboundLocalError)
-        return own and error not in self.programs
+        """True if the tests are at fault: they lack a name or a module, or are broken source.
+
+        After the first answer such an error may be the answer's doing, so that it is a wrong one:
+        no program may turn its 0 into a failed attempt.
+        """
+        lacking = NameError | ModuleNotFoundError  # which `Anything` in place of an answer does not bring about
+        kinds = lacking if self.sure is not None else lacking | SyntaxError | ImportError
+        broken = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)
+        return isinstance(error, Unusable) or (broken and not self.given)
 
     def broke(self, error: Exception) -> bool:
         self.broken += 1
         return self._own(error) or not (self.share or self.sure is not None)
+
+
+RUNNING = ("exec", "function.__new__", "code.__new__", "marshal.loads", "pickle.find_class")  # audit events
+TAKING_CODE = ("exec", "function.__new__")
+COMPILING = ("collections/__init__.py", "dataclasses.py")  # of the library; they check the names that they are given
+
+
+def compiled_by_library(frame: types.FrameType | None) -> bool:
+    """True if a module is being imported, or a class of the library is made by source."""
+    if frame is not None and frame.f_code.co_filename.startswith("/") and frame.f_code.co_filename.endswith(COMPILING):
+        return True
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def literals(source: str) -> Iterator[types.CodeType]:
+    """What the texts that stand in `source` compile to."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for mode in ("eval", "exec"):
+                with contextlib.suppress(SyntaxError, ValueError):
+                    yield compile(node.value, "<string>", mode, dont_inherit=True)
+
+
+def nameless(code: types.CodeType) -> bool:
+    """True if `code` uses no variable, attribute or module, so that it only combines constants."""
+    return not code.co_names and all(nameless(part) for part in code.co_consts if isinstance(part, types.CodeType))
 
 
 def _stop(*_: object) -> NoReturn:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, mod
 
 from ratchet.config.base import Section
 from ratchet.config.kinds import Slot
-from ratchet.sandbox.config import LocalSandboxConfig
+from ratchet.sandbox.config import local_sandbox
 
 
 class ExactMatchConfig(Section):
@@ -198,7 +198,7 @@ class CodeConfig(Section):
         "landlock", description="The weakest sandbox that will do; the strongest that there is is taken."
     )
     sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
-        default_factory=LocalSandboxConfig, description="Where programs run: local, docker or remote, and its keys."
+        default_factory=local_sandbox, description="Where programs run: local, docker or remote, and its keys."
     )
 
     @model_validator(mode="after")

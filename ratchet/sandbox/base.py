@@ -13,6 +13,13 @@ from typing import Protocol
 
 from ratchet.errors import RatchetError
 
+# Variables of every program, so that its verdict hangs on no drawn hash seed and on no number of
+# processors.
+FIXED_ENVIRONMENT: Mapping[str, str] = {
+    "PYTHONHASHSEED": "0",
+    **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")},
+}
+
 
 class SandboxError(RatchetError):
     """The sandbox can't do its work: too weak for what was declared, refused by the machine, or broken. Never a verdict on
@@ -20,13 +27,15 @@ class SandboxError(RatchetError):
 
 
 class TooLarge(SandboxError):
-    """What a session holds is more than is taken out of it: the doing of its commands."""
+    """The files of a session are more than are taken out of it, or put into it."""
 
 
 class Isolation(IntEnum):
     """How much stands between a program and the machine, weakest first. Limits, seccomp and a dropped uid belong to all."""
 
-    SECCOMP = 1  # system calls filtered: no network, processes or writing, but files of this user can be read
+    # System calls are filtered: no network, processes or writing. Files of this user can be read, and, unless it is root,
+    # the environment variables of its processes.
+    SECCOMP = 1
     LANDLOCK = 2  # and only the Python library can be read; nothing can be written
     NAMESPACES = 3  # and own processes, network, IPC and root directory, with a private scratch directory
     KERNEL = 4  # and a kernel of its own: a virtual machine, or gVisor
@@ -116,7 +125,8 @@ class Session(Protocol):
         ...
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        """Writes files, by path from the working directory. Raises SandboxError for a path that leaves it."""
+        """Writes files, by path from the working directory. Raises SandboxError for a path that
+        leaves it, TooLarge for files that have no room there."""
         ...
 
     async def get(self, path: str = ".") -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.base import Section
+from ratchet.config.kinds import resolve
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -18,6 +19,11 @@ class LocalSandboxConfig(Section):
     builds: ClassVar[str] = "ratchet.sandbox.local:configured"
 
     readable: tuple[str, ...] = Field(default=(), description="Directories that programs can read and import from.")
+
+
+def local_sandbox() -> Section:
+    """Return the default of a key `sandbox`, with the kind that a saved recipe needs."""
+    return resolve("sandbox", {"kind": "local"})
 
 
 class DockerSandboxConfig(Section):

@@ -23,6 +23,7 @@ from ratchet.observe.waits import waiting
 from ratchet.sandbox import shell
 from ratchet.sandbox.base import (
     DEFAULT_LIMITS,
+    FIXED_ENVIRONMENT,
     Isolation,
     Limits,
     Reason,
@@ -30,6 +31,7 @@ from ratchet.sandbox.base import (
     SandboxError,
     Session,
     Strength,
+    TooLarge,
     end_threads,
     inside,
 )
@@ -43,6 +45,7 @@ TRIES = 2
 GRACE_S = 5.0  # for the end of what was killed, and for the engine to notice
 SPARE_PROCESSES = 8  # the first process, shells, and the one that ends the others
 BROKEN_PIPE = 128 + 13
+PAGE = 4096  # what a file in memory takes at least
 SCRATCH = "/tmp"
 STATE = f"{SCRATCH}/{shell.STATE_FILE}"
 # The first process: restarts what holds it open when a program kills that, ends when the connection does, and reaps.
@@ -229,7 +232,7 @@ class DockerSession:
 
     def __init__(self, sandbox: DockerSandbox, container: str, limits: Limits) -> None:
         self._sandbox, self.container, self._limits = sandbox, container, limits
-        self._folder = sandbox.config.workdir
+        self._folder, self._held = sandbox.config.workdir, 0  # bytes that were put there, in whole pages
         self._end = weakref.finalize(self, sandbox.stop, container)
 
     async def run(self, command: str, timeout_s: float) -> Result:
@@ -240,6 +243,9 @@ class DockerSession:
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         named = {inside(name): bytes(data) for name, data in files.items()}
+        self._held += sum(-(-len(data) // PAGE) * PAGE for data in named.values())
+        if self._sandbox.config.read_only and self._held > self._limits.disk_mib << 20:
+            raise TooLarge(f"the session's files take more than its {self._limits.disk_mib} MiB")
         await self._call(lambda: self._sandbox.put(self.container, self._folder, named))
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
@@ -319,6 +325,7 @@ def _container(image: str, config: DockerSandboxConfig, limits: Limits, owner: s
         "Image": image,
         "Entrypoint": ["sh", "-c", KEEPER],
         "Cmd": [],
+        "Env": [f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items()],
         "User": config.user,
         "WorkingDir": "/",
         "OpenStdin": True,

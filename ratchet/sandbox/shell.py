@@ -6,9 +6,14 @@ reads. So a command's exit code is the kernel's, and no output of its own can be
 
 from __future__ import annotations
 
+from ratchet.sandbox.base import FIXED_ENVIRONMENT
+
 STATE_FILE = ".ratchet-shell"
 # $1: the state file, $2: the command, $3: what both outputs end with, so that a reader knows that it has all of them
-SCRIPT = r"""
+EXPORT = " ".join(f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items())
+SCRIPT = (
+    f"export {EXPORT}"
+    + r"""
 _state=$1 _end=$3 _home=$PWD
 [ -r "$_state" ] && . "$_state" 2>/dev/null
 trap '_code=$?; trap - EXIT
@@ -17,6 +22,7 @@ export RATCHET_CWD; { export -p; echo "cd \"\$_home\" && cd \"\$RATCHET_CWD\""; 
 printf %s "$_end"; printf %s "$_end" >&2; exit $_code' EXIT
 eval "$2"
 """
+)
 
 
 def words(shell: str, command: str, state: str, end: str = "") -> list[str]:

@@ -21,21 +21,36 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from ratchet.sandbox.base import Isolation, Limits, Reason, Result, SandboxError, Strength
+from ratchet.sandbox.base import FIXED_ENVIRONMENT, Isolation, Limits, Reason, Result, SandboxError, Strength
 
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0  # beyond the wall limit, before the fork server itself is taken for broken
 CHUNK = 1 << 16
 # The kernel's limit counts whole ticks, and the report is exact: on a busy virtual machine it says less, by a third at times.
 KILLED_FOR_CPU = 0.5
+# Without address randomisation, `hash(None)` and what else hangs on addresses is the same in every slot; the switch takes
+# effect at the next exec. Where a container refuses it (EPERM), addresses stay random.
 BOOT = """
-import json, sys
+import ctypes, json, os, sys
+NO_RANDOMIZE = 0x40000
+personality = ctypes.CDLL(None).personality
+before = personality(0xFFFFFFFF)
+once = len(sys.argv) == 4  # an interpreter with capabilities loses the switch at every exec
+if once and before >= 0 and not before & NO_RANDOMIZE and personality(before | NO_RANDOMIZE) >= 0:
+    os.execv(sys.executable, [*sys.orig_argv, "again"])
 sys.path.insert(0, sys.argv[1])
 from inside.launch import main
 del sys.path[0]
 main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
 HERE = str(Path(__file__).resolve().parent)
+# The whole environment of programs and commands. PATH is named, because bash's own default ends in the current directory.
+ENVIRONMENT = {
+    **FIXED_ENVIRONMENT,
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "PATH": f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{sys.base_prefix}/bin",
+}
 
 
 class Broken(SandboxError):
@@ -59,7 +74,8 @@ class Slot:
         options = json.dumps({**self._options, "boss": os.getpid()})
         command = [
             os.path.realpath(sys.executable),
-            "-I",
+            "-P",  # -I would also ignore PYTHONHASHSEED; all other variables are ours
+            "-s",
             "-S",
             "-B",
             "-X",
@@ -73,7 +89,7 @@ class Slot:
         try:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
-                env={}, cwd="/", start_new_session=True,
+                env=ENVIRONMENT, cwd="/", start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()

@@ -11,7 +11,7 @@ from importlib.resources import files as resources
 from typing import Any
 
 from ratchet.sandbox import shell
-from ratchet.sandbox.base import Limits, Reason, Result, Sandbox, SandboxError, inside
+from ratchet.sandbox.base import Limits, Reason, Result, Sandbox, SandboxError, TooLarge, inside
 
 MARGIN_S = 10.0  # for the carrier's own work, beyond the command's time
 SHELL_PROCESSES = 32  # beyond those of the limits: the carrier, its threads, and what pipelines are made of
@@ -71,9 +71,10 @@ class Workspace:
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         self._check()
-        self._files |= {inside(name): (0o755, bytes(data)) for name, data in files.items()}
-        if sum(len(data or b"") for _, data in self._files.values()) > CARRIED_KIB << 10:
-            raise SandboxError(f"the session's files take more than {CARRIED_KIB} KiB: use the docker sandbox")
+        more = self._files | {inside(name): (0o755, bytes(data)) for name, data in files.items()}
+        if sum(len(data or b"") for _, data in more.values()) > CARRIED_KIB << 10:
+            raise TooLarge(f"the session's files take more than {CARRIED_KIB} KiB: use the docker sandbox")
+        self._files = more
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
         self._check()

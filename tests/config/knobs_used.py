@@ -313,7 +313,7 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
 
 def in_terminals() -> None:
     """Commands here, in a container and by a service."""
-    row = {"goal": "Write 7 into sum.txt.", "check": "cat sum.txt", "expected": "7"}
+    row = {"goal": "Write 7 into sum.txt.", "check": "cat ../work/sum.txt", "expected": "7"}
     rows = {"train": lines("goals.jsonl", row), "test": lines("other_goals.jsonl", {**row, "goal": "Again."})}
     engine, service = FakeDocker(), FakeRemote()
     docker = {"kind": "docker", "address": engine.address}

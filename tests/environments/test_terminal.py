@@ -21,7 +21,7 @@ def row(n, **more):
     return {
         "goal": f"Write the sum of numbers.txt, and {n}, into sum.txt.",
         "files": {"numbers.txt": "1\n2\n"},
-        "check": "cat sum.txt",
+        "check": 'cat "$WORK/sum.txt"',
         "expected": f"{3 + n}\n",
         "solution": [
             f"total={n}; while read x; do total=$((total + x)); done < numbers.txt; export total",
@@ -115,7 +115,7 @@ def test_the_check_is_out_of_reach(made):
     """Neither its files nor its tools are the agent's: what was put over them, or waits for them, is not there any more."""
     checks = {
         "check": "sh check.sh",
-        "check_files": {"check.sh": 'test "$(cat sum.txt)" = 7 && echo right'},
+        "check_files": {"check.sh": 'test "$(cat "$WORK/sum.txt")" = 7 && echo right'},
         "expected": "right",
     }
     environment = made([row(4, **checks)])
@@ -134,7 +134,7 @@ def test_the_number_of_commands_and_their_time_are_bounded(made):
 
 
 def test_a_check_that_says_it_by_its_exit_code(made):
-    environment = made([row(4, expected=None, check="test -s sum.txt")])
+    environment = made([row(4, expected=None, check='test -s "$WORK/sum.txt"')])
     assert [play(environment, block(f"{command} > sum.txt"), "Done.")[0] for command in ("echo x", "true")] == [1.0, 0.0]
 
 

@@ -69,9 +69,10 @@ print(42)
 ### descriptors_of_the_parent
 import os
 print(42 if os.listdir("/proc/PARENT/fd") else 0)
-### own_environment
+### environment_of_the_trainer
 import os
-assert os.environ or os.environb
+threads = {f"{name}_NUM_THREADS" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+assert set(os.environ) - threads - {"PYTHONHASHSEED", "LC_ALL", "TZ", "PATH"}
 print(42)
 ### own_proc
 print(42 if open("/proc/self/maps").read() else 0)

@@ -14,6 +14,7 @@ from sandbox.fake_docker import OURS, PYTHON, Container, FakeDocker
 
 from ratchet.config.kinds import construct, resolve
 from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, passed
+from ratchet.sandbox.base import TooLarge
 from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.docker import DockerSandbox
 from ratchet.sandbox.reaper import OWNER
@@ -83,6 +84,7 @@ def test_what_a_container_may_do_is_written_into_it(engine, sandbox):
     assert (host["CapDrop"], host["SecurityOpt"], body["User"]) == (["ALL"], ["no-new-privileges"], "65534:65534")
     assert host["Mounts"][0]["VolumeOptions"]["DriverConfig"]["Options"]["o"].startswith("size=7m,")
     assert {"Name": "cpu", "Soft": 2, "Hard": 3} in host["Ulimits"]
+    assert "PYTHONHASHSEED=0" in body["Env"]
     assert "Privileged" not in host
     assert "Binds" not in host
 
@@ -212,6 +214,8 @@ def test_a_session_keeps_its_directory_variables_and_files(engine, sandbox):
         for path in ("/etc/passwd", "../x", "a/../../x"):
             with pytest.raises(SandboxError, match="inside the working directory"):
                 await session.get(path)
+        with pytest.raises(TooLarge, match="more than its 16 MiB"):
+            await session.put({f"{n}": bytes(1 << 20) for n in range(17)})
         assert len(engine.containers) == 1
         await session.close()
         await session.close()

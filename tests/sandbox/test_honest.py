@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result, passed
+from ratchet.sandbox.slot import ENVIRONMENT
 
 PATIENT = Limits(wall_s=60, cpu_s=30)
 
@@ -124,12 +125,13 @@ def test_a_segmentation_fault_is_told_by_its_signal(sandbox: LocalSandbox) -> No
     assert (result.exit, result.signal, result.reason) == (None, 11, Reason.SIGNAL)
 
 
-def test_the_environment_is_empty(sandbox: LocalSandbox) -> None:
-    assert run(sandbox, "import os, sys; print(dict(os.environ), sys.argv)").stdout == b"{} ['main.py']\n"
+def test_the_environment_is_fixed(sandbox: LocalSandbox) -> None:
+    result = run(sandbox, f"import os, sys; print(dict(os.environ) == {ENVIRONMENT!r}, sys.argv)")
+    assert result.stdout == b"True ['main.py']\n"
 
 
-def test_executions_share_no_state_and_no_random_numbers(sandbox: LocalSandbox) -> None:
-    leave = "import random, sys, builtins, json\nprint(hasattr(builtins, 'left'), hasattr(json, 'left'), random.random())\n"
+def test_executions_share_no_state_and_no_secrets(sandbox: LocalSandbox) -> None:
+    leave = "import os, sys, builtins, json\nprint(hasattr(builtins, 'left'), hasattr(json, 'left'), os.urandom(8))\n"
     leave += "builtins.left = json.left = 1\ntry: open('left', 'x')\nexcept PermissionError: pass"
     first, second = run(sandbox, leave), run(sandbox, leave)
     assert first.ok

@@ -7,6 +7,7 @@ import gc
 import json
 import linecache
 import os
+import random
 import resource
 import signal
 import site
@@ -98,7 +99,6 @@ def confine(request: Request, place: Place, zygote: int) -> None:
         os._exit(125)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    os.environ.clear()
     if place.level >= 2 and (not inside or landlock.abi()):
         readable = [*place.library, *place.readable, "/dev/zero", "/dev/random", "/dev/urandom"]
         if request.forking:
@@ -131,9 +131,9 @@ def limit_resources(request: Request, place: Place) -> None:
 
 def run_command(words: list[str]) -> NoReturn:
     reason = "no such command"
-    for directory in ("",) if "/" in words[0] else ("/usr/local/bin/", "/usr/bin/", "/bin/", f"{sys.base_prefix}/bin/"):
+    for directory in [""] if "/" in words[0] else os.environ["PATH"].split(":"):
         try:
-            os.execve(directory + words[0], words, {})
+            os.execv(os.path.join(directory, words[0]), words)
         except OSError as error:
             reason = error.strerror
     os.write(2, f"{words[0]}: {reason}\n".encode())
@@ -168,6 +168,7 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
     site.setquit()  # which -S left out
     lines = source.decode("utf-8", "replace").splitlines(keepends=True)
     linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)  # so that tracebacks show the line
+    random.seed(0)  # a fork draws another seed, and a verdict must not hang on it
     gc.unfreeze()
 
 

@@ -34,6 +34,7 @@ def main(control: int, options: dict[str, Any]) -> None:
     try:
         boss = watch_boss(options["boss"])
         oom_first()
+        os.umask(0o022)  # not the trainer's
         zygote.be_quiet()
         readable = tuple(options["readable"])
         sources = view(readable)
@@ -148,7 +149,7 @@ def try_filter() -> None:
 def try_namespaces(sources: list[str]) -> None:
     def inside() -> None:
         root.build(sources)
-        root.fresh_box(1)
+        root.fresh_box(1, 0)
 
     root.enter()
     if why := trial(inside):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 from . import kernel
 from .kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
@@ -26,6 +27,7 @@ def enter() -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
     kernel.mount("none", "/", None, MS_REC | MS_PRIVATE)
+    socket.sethostname("sandbox")
 
 
 def build(sources: list[str]) -> int | None:
@@ -56,8 +58,14 @@ def build(sources: list[str]) -> int | None:
     return proc
 
 
-def fresh_box(disk_mib: int) -> None:
-    kernel.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mib}m,nr_inodes=1024,mode=1777")
+def fresh_box(disk_mib: int, owner: int) -> None:
+    """Mount an empty scratch directory, and enter it.
+
+    owner: uid of the program, since git works in directories of its own alone; 0 where it is ours.
+    """
+    owned = f",uid={owner},gid={owner}" if owner else ""
+    options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owned}"
+    kernel.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
     os.chdir(BOX)
 
 

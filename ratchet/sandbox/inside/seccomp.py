@@ -30,7 +30,7 @@ ALWAYS = table("""
     read=0 write=1 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12 rt_sigaction=13
     rt_sigprocmask=14 rt_sigreturn=15 pread64=17 pwrite64=18 readv=19 writev=20 access=21 pipe=22 select=23 sched_yield=24
     mremap=25 msync=26 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35 getitimer=36 alarm=37 setitimer=38
-    getpid=39 sendfile=40 exit=60 uname=63 flock=73 fsync=74 fdatasync=75 getdents=78 getcwd=79 chdir=80 fchdir=81
+    getpid=39 sendfile=40 exit=60 uname=63 fsync=74 fdatasync=75 getdents=78 getcwd=79 chdir=80 fchdir=81
     readlink=89 umask=95 gettimeofday=96 getrlimit=97 getrusage=98 sysinfo=99 times=100 getuid=102 getgid=104 geteuid=107
     getegid=108 getppid=110 getpgrp=111 getgroups=115 getresuid=118 getresgid=120 getpgid=121 getsid=124 rt_sigpending=127
     rt_sigtimedwait=128 rt_sigsuspend=130 sigaltstack=131 statfs=137 fstatfs=138 getpriority=140 sched_getparam=143
@@ -50,14 +50,18 @@ CHANGING = OPENING | table("""
     mkdirat=258 unlinkat=263 renameat=264 linkat=265 symlinkat=266 fchmodat=268 utimensat=280 fallocate=285
     renameat2=316
 """)
-# Only inside a process namespace of its own.
+# Only inside a process namespace of its own. make sets its ids to what they are whenever it starts
+# a command; without capabilities nothing else can be set.
 FORKING = table("""
-    fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setpriority=141 tgkill=234 waitid=247 execveat=322
+    fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setresuid=117 setresgid=119 setpriority=141
+    tgkill=234 waitid=247 execveat=322
 """)
 # What `ls -l` and `cp` ask of every file; no file has any here, and only this answer says so without a complaint.
 ATTRIBUTES = table("getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196")
 CLONE, CLONE3, KILL_CALL, TGKILL, FCNTL, IOCTL, PRLIMIT, PRCTL, SOCKETPAIR = 56, 435, 62, 234, 72, 16, 302, 157, 53
-FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)  # descriptors, flags and locks; no owners, leases, pipe sizes
+FLOCK = 73
+FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # descriptors and flags; no owners, leases, pipe sizes
+ASK_LOCKS, SET_LOCKS = (5, 36), (6, 7, 37, 38)  # F_GETLK, F_SETLK, F_SETLKW, and those of open files
 IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, window size, FIONREAD, FIONBIO, close-on-exec
 PRCTL_COMMANDS = (15, 16)  # the name of a thread; not the death signal
 
@@ -95,6 +99,20 @@ def without(index: int, bits: int, error: int) -> list[Instruction]:
     return [argument(index), (JUMP_SET, 0, 1, bits), fails(error), returns(OK)]
 
 
+def locks(forking: bool) -> list[Instruction]:
+    """Return the filter of file locks.
+
+    The files of the library are the same in every slot, so that a lock on one is seen by programs beside it. A program
+    of one process, which has no other to lock out, is told that its lock is granted, and gets none.
+    """
+    if forking:
+        return when(FCNTL, one_of(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(FLOCK, [returns(OK)])
+    granted = returns(FAIL | 0)  # "fails" with error 0: the call returns 0 and does nothing
+    setting = [step for command in SET_LOCKS for step in ((JUMP_EQUAL, 0, 1, command), granted)]
+    allowing = [step for command in FCNTL_COMMANDS for step in ((JUMP_EQUAL, 0, 1, command), returns(OK))]
+    return when(FCNTL, [argument(1), *setting, *allowing, fails()]) + when(FLOCK, [granted])
+
+
 def program(pid: int, level: int, forking: bool) -> bytes:
     """The filter of a program whose process id, as it sees it, is `pid`."""
     return template(level, forking).replace(struct.pack("I", OWN_PID), struct.pack("I", pid))
@@ -117,7 +135,7 @@ def template(level: int, forking: bool) -> bytes:
     for call in ATTRIBUTES.values():
         code += when(call, [fails(errno.ENOTSUP)])
     code += when(CLONE3, [fails(errno.ENOSYS)])  # its flags lie in memory, out of a filter's sight; glibc then uses clone
-    code += when(FCNTL, one_of(1, FCNTL_COMMANDS)) + when(IOCTL, one_of(1, IOCTL_COMMANDS, errno.ENOTTY))
+    code += locks(forking) + when(IOCTL, one_of(1, IOCTL_COMMANDS, errno.ENOTTY))
     code += when(PRCTL, one_of(0, PRCTL_COMMANDS))
     # AF_UNIX, SOCK_STREAM alone (asyncio wakes itself by such a pair): connected for good, so it leads nowhere.
     pair = [

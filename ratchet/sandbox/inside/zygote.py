@@ -28,6 +28,7 @@ def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(boss, select.POLLIN)
+    last_pid = open_last_pid(proc)
     while True:
         if any(file == boss for file, _ in poll.poll()):
             os._exit(0)
@@ -36,6 +37,8 @@ def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
             os._exit(0)
         request = json.loads(message)
         if "stop" not in request:  # a late one, for a run that has ended, asks for nothing
+            if last_pid is not None:
+                os.pwrite(last_pid, b"1", 0)
             channel.send(json.dumps(execute(channel, boss, Request(**request), place, files, proc)).encode())
 
 
@@ -47,7 +50,7 @@ def execute(
         close(files)
         return {"setup": f"commands and processes need namespaces and a /proc of their own; this is level {place.level}"}
     if inside:
-        root.fresh_box(request.disk_mib)
+        root.fresh_box(request.disk_mib, place.drop)
     ready, status = os.pipe2(os.O_CLOEXEC)
     zygote, start = os.getpid(), time.monotonic()
     child = os.fork()
@@ -69,6 +72,17 @@ def execute(
     setup = "" if said == b"ready" or stopped else said.decode("utf-8", "replace") or "died before it was confined"
     cpu = usage.ru_utime + usage.ru_stime
     return {"status": code, "stopped": stopped, "seconds": seconds, "cpu": cpu, "setup": setup}
+
+
+def open_last_pid(proc: int | None) -> int | None:
+    """Open the file that says which process id comes next, so that every program has id 2 whatever
+    ran before it. None where there is no /proc of our own, or its kernel lacks the file."""
+    if proc is None:
+        return None
+    try:
+        return os.open("sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+    except OSError:
+        return None
 
 
 def watch(channel: socket.socket, boss: int, handle: int, request: Request, proc: int | None, start: float) -> str:

@@ -1,0 +1,130 @@
+"""Tests that evaluate an answer as code, recognised by their source.
+
+Such tests run whatever the program returned beside their own assertions, where it can make all of
+them hold. They are refused for every program alike, so that none escapes its 0 by returning
+something that would have to be evaluated. What names hide from this reading is stopped when it
+happens, by `code_inside.Judge.guard`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+EVALUATORS = frozenset({"eval", "exec", "compile", "__import__", "import_module", "timeit", "sympify", "parse_expr"})
+LOADERS = frozenset({"pickle", "marshal", "dill", "cloudpickle"})  # of which `loads` runs what it reads
+TREE_LIMITS = (SyntaxError, ValueError, RecursionError, MemoryError)
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def evaluated_answer(test: str, entry_point: str) -> str:
+    """Return the source of the call by which `test` evaluates an answer of `entry_point`, or "".
+
+    A name counts as an answer wherever it was assigned one anywhere in the tests: their control
+    flow is not followed.
+    """
+    try:
+        tree = ast.parse(test)
+        return next(_evaluations(tree, _tainted(tree, entry_point)), "")
+    except TREE_LIMITS:  # tests that don't parse are refused where they run
+        return ""
+
+
+def _tainted(tree: ast.Module, entry_point: str) -> set[str]:
+    """Names that may hold the judged function, or something made of its answers."""
+    functions = dict(_functions(tree))
+    names = {entry_point, "candidate"}
+    if "check" in functions:
+        names |= set(_parameters(functions["check"]))
+    while True:
+        before = len(names)
+        for node in ast.walk(tree):
+            names |= set(_spread(node, names, functions))
+        if len(names) == before:
+            return names
+
+
+def _spread(node: ast.AST, names: set[str], functions: dict[str, Function]) -> Iterator[str]:
+    """Names that `node` gives something made of `names`."""
+    match node:
+        case ast.Assign(targets=targets, value=value) if _mentions(value, names):
+            for target in targets:
+                yield from _bound(target)
+        case (
+            ast.AnnAssign(target=target, value=value)
+            | ast.AugAssign(target=target, value=value)
+            | ast.NamedExpr(target=target, value=value)
+        ) if value is not None and _mentions(value, names):
+            yield from _bound(target)
+        case (
+            ast.For(target=target, iter=values)
+            | ast.AsyncFor(target=target, iter=values)
+            | ast.comprehension(target=target, iter=values)
+        ) if _mentions(values, names):
+            yield from _bound(target)
+        case ast.withitem(context_expr=value, optional_vars=ast.expr() as target) if _mentions(value, names):
+            yield from _bound(target)
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if any(
+            isinstance(part, ast.Return | ast.Yield) and part.value is not None and _mentions(part.value, names)
+            for part in ast.walk(node)
+        ):
+            yield name
+        case ast.Call(func=function) if any(_mentions(argument, names) for argument in _arguments(node)):
+            if isinstance(function, ast.Lambda):
+                yield from _parameters(function)
+            elif isinstance(function, ast.Name) and function.id in functions:
+                yield from _parameters(functions[function.id])
+            elif isinstance(function, ast.Attribute):  # collected.append(candidate(1))
+                yield from _bound(function.value)
+
+
+def _evaluations(tree: ast.Module, names: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        arguments = _arguments(node)
+        # Of a call the first argument alone is evaluated; of eval as an argument, as in map(eval,
+        # answers), any other may be.
+        sources = arguments[:1] if _evaluates(node.func) else arguments if any(map(_evaluates, arguments)) else []
+        if any(_mentions(source, names) for source in sources):
+            yield ast.unparse(node)[:200]
+
+
+def _evaluates(function: ast.expr) -> bool:
+    match function:
+        case ast.Name(id=name):
+            return name in EVALUATORS
+        case ast.Attribute(value=ast.Name(id=module), attr="loads"):
+            return module in LOADERS
+        case ast.Attribute(value=ast.Name(id=module), attr="compile"):
+            return module == "builtins"  # and not re.compile
+        case ast.Attribute(attr=name):
+            return name in EVALUATORS
+    return False
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, node
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda() as function):
+                yield name, function
+
+
+def _parameters(function: Function) -> list[str]:
+    arguments = function.args
+    more = [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
+    return [item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *more)]
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _bound(target: ast.expr) -> Iterator[str]:
+    return (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
+
+
+def _mentions(value: ast.expr, names: set[str]) -> bool:
+    return any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(value))
