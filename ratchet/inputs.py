@@ -1,6 +1,6 @@
-"""Files and JSON that come from elsewhere, read within bounds: a recipe, a row, a model directory or a checkpoint may be anything.
+"""Files and JSON that come from elsewhere, read within bounds: a recipe, a row or a model directory may be anything.
 
-Everything here raises OSError or ValueError with a message that completes "FILE: ..."; each reader turns that into its own error.
+Everything here raises OSError or ValueError, which each reader turns into an error of its own that names the file.
 Free of everything but the standard library.
 """
 

@@ -281,7 +281,7 @@ def _is_mark(word: str) -> bool:
 
 
 def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Problem]]:
-    """Raises ConfigError for a file that is missing (naming one nearby), unreadable, empty, no mapping of keys, or too large."""
+    """Raises ConfigError for a file that is missing (naming one nearby), unreadable, empty, no mapping of keys, too large."""
     budget = budget or Budget()
     try:
         content = inputs.read_bytes(path, MAX_BYTES)

@@ -139,6 +139,8 @@ class DecoderConfig:
                 raise ModelError(f"{name}={brief(value)} must be a number of at least 0")
         if not isinstance(self.rope, Mapping):
             raise ModelError(f"rope={brief(self.rope)} must be a section with rope_type and rope_theta")
+        if not isinstance(self.family, str) or not (self.bos_id is None or type(self.bos_id) is int):
+            raise ModelError(f"family={brief(self.family)} must be a name, and bos_id={brief(self.bos_id)} a number or null")
         for name in ("eos_ids", "dense_layers"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
