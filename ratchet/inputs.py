@@ -103,11 +103,11 @@ def parse_json(
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
     parse_constant: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Parse JSON. Raises ValueError (as JSONDecodeError where it is malformed), also for more than MAX_DEPTH levels and for an
-    integer with more digits than Python reads."""
+    """Parse JSON. Raises ValueError (as JSONDecodeError where it is malformed), also for more than MAX_DEPTH levels and for a
+    whole number with more digits than Python reads (4,300)."""
+    if isinstance(text, bytes):
+        text = decode(text)
     try:
-        if isinstance(text, bytes):
-            text = decode(text)
         value = json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
     except RecursionError:
         _refuse_depth()
@@ -118,7 +118,7 @@ def parse_json(
 
 
 def _refuse_depth() -> NoReturn:
-    raise ValueError(f"objects and arrays are nested more than {MAX_DEPTH} deep")
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
 def is_deeper(value: object, depth: int) -> bool:

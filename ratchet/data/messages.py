@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ratchet.data.jsonl import kind_of
 from ratchet.data.parts import read_content
 from ratchet.errors import DataError
+from ratchet.inputs import parse_json
 from ratchet.types import Message, Part, Role, ToolCall
 
 ROLES: Mapping[str, Role] = {
@@ -97,8 +97,8 @@ def _call(call: Any, index: int, where: str) -> ToolCall:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text, parse_constant=_refuse)
+    except ValueError as error:
         raise DataError(f"{where}: malformed JSON in a string: {error}") from error
 
 

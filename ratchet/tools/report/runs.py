@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections import Counter
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.errors import RunDirectoryError
 from ratchet.experience.ledger import Event
+from ratchet.inputs import read_json
 from ratchet.observe.sinks import read_jsonl
 from ratchet.tools.report.predicted import predicted
 from ratchet.tools.report.rollouts import Rollouts
@@ -139,7 +139,7 @@ def named(paths: Sequence[Path]) -> list[RunReader]:
 
 def _json(path: Path, default: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):  # not there, or just being removed
         return default
 
