@@ -73,8 +73,8 @@ class TransformersPolicy(PolicyModel):
             saved_config = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved_config)
             model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, use_safetensors=True, **options)
-        nn.Module.to(model, device)
-        return cls(model, saved_config=saved_config)
+            nn.Module.to(model, device)
+            return cls(model, saved_config=saved_config)
 
     def find_backbone(self, model: PreTrainedModel) -> str:
         """The dotted path of the module whose output the head reads."""
