@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 def visible(text: str) -> str:
     """Return `text` with each character that could command a terminal, or turn what follows around, as its code.
@@ -20,6 +26,28 @@ def shortened(text: str, limit: int) -> str:
 def first_line(text: str, limit: int = 400) -> str:
     """Return the first line with something in it, cut to `limit`: what a library's error says of a file."""
     return shortened(next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given"), limit)
+
+
+def make_console(*, soft_wrap: bool = False) -> Console:
+    """Make a console of rich that escapes whatever is printed on it, in tables too; styles and rich's own controls pass."""
+    from rich.console import Console, ConsoleRenderable, RenderHook
+    from rich.segment import Segment
+
+    class Escaped:
+        def __init__(self, inner: ConsoleRenderable) -> None:
+            self.inner = inner
+
+        def __rich_console__(self, console: Console, options: Any) -> Iterable[Segment]:
+            for segment in console.render(self.inner, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    class Escape(RenderHook):
+        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+            return [Escaped(each) for each in renderables]
+
+    console = Console(soft_wrap=soft_wrap)
+    console.push_render_hook(Escape())
+    return console
 
 
 class _Codes(dict[int, str | int]):

@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, n
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 from ratchet import faults
 from ratchet.assemble import (
     base_directory,
@@ -49,6 +47,7 @@ from ratchet.observe.trackers import Tracked, run_id, track
 from ratchet.observe.waits import stalls_told
 from ratchet.run import OUT_OF_TIME, PAUSED, Run, StopRequest
 from ratchet.stage import Policy
+from ratchet.terminal import make_console
 from ratchet.tools.metering import metering
 from ratchet.tools.places import open_run
 from ratchet.tools.profiling import profiled_stage, profiling
@@ -174,7 +173,7 @@ class Session:
         self.config, self.directory, self.command, self.profile = config, directory, command, profile
         self.store, self.mirror = store, mirror
         self.changed_data, self.try_s = changed_data, try_s
-        self.console = Console()
+        self.console = make_console()
         self.summaries: list[StageSummary] = []  # of finished stages
         self.ledger = Ledger(directory.ledger)
         self.sinks = Sinks([])
