@@ -74,7 +74,7 @@ def read_text(path: str | Path, limit: int = MAX_TEXT_BYTES) -> str:
 def decode(content: bytes) -> str:
     """Decode UTF-8, with or without a byte order mark. Raises ValueError naming line and offset of the first wrong byte."""
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]

@@ -34,6 +34,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "refused, naming the keys; one that was edited under its run is told",
         ),
         "C12": ("an environment that can't be imported", "refused with its own error"),
+        "C13": (
+            "a recipe written to hang: anchors that repeat anchors, depth, pipes, chains, sizes of 10^12",
+            "refused within a budget of bytes, values, depth and files, with a sentence and status 2",
+        ),
     },
     "Data": {
         "D1": ("a column that is missing", "refused with file, line and the columns there are"),
@@ -54,6 +58,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "D13": ("an image or a clip that is empty, cut off or none", "refused with row and file, or its attempt fails"),
         "D14": ("an image of 20,000 pixels, or a decompression bomb", "refused by its header, before it is decoded"),
         "D15": ("places for images in a text that are not as many as its images", "refused with both counts"),
+        "D16": (
+            "a pipe or a device as data; JSON of 100,000 levels; a small file that unpacks to millions of rows",
+            "refused with a sentence before it is read",
+        ),
     },
     "Model and numbers": {
         "M1": ("a tokenizer without a padding token", "none is needed: sequences are laid end to end"),
@@ -64,6 +72,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "M6": ("a tokenizer with more tokens than the model", "refused with both sizes"),
         "M7": ("a sampler that disagrees with the learner", "the run stops and says which part is why"),
         "M8": ("a generator that was restarted", "it serves only after it got the current weights"),
+        "M9": (
+            "a model directory with impossible sizes, other types, pipes, or a template that loops or fills memory",
+            "refused by arithmetic or a budget of steps, with a sentence and status 2",
+        ),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),
@@ -119,6 +131,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "S10": ("answers written to hang a grader or to run", "0 within the deadline; nothing runs"),
         "S11": ("quotes, braces, escapes, a megabyte in an answer", "inert in the log and in rewards"),
         "S12": ("a machine without a sandbox", "programs are refused, not run bare"),
+        "S13": ("control characters and marks of direction in data", "shown as their codes in everything that is printed"),
     },
 }
 ROWS: dict[str, tuple[str, str]] = {name: row for rows in GROUPS.values() for name, row in rows.items()}

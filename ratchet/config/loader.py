@@ -76,7 +76,10 @@ def _read(path: Path, problems: list[Problem]) -> Node:
     budget = Budget()
     extends: Node | None = None
     while True:
-        resolved = path.resolve()
+        try:
+            resolved = path.resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # a null character, or a loop of links
+            raise ConfigError(f"{str(path)!r} can't be read: {error}") from error
         if resolved in chain:
             names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
             raise ConfigError(f"recipes extend each other in a circle: {names}")

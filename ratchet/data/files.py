@@ -17,7 +17,7 @@ from ratchet.errors import DataError
 from ratchet.stores import filesystem, is_address
 
 CHUNK_BYTES = 1 << 20
-MIN_BOMB_BYTES = 256 << 20
+MIN_BOMB_BYTES = 64 << 20
 MOST_TIMES = 200  # gzip's limit is about 1,000; conversations come to 10
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
 

@@ -23,11 +23,11 @@ from jinja2.visitor import NodeTransformer
 WORK = "\0work"  # the rendering's Work among its variables; no template can write this name
 TICK, WEIGH = "ratchet.tick", "ratchet.weigh"
 
-BASE_STEPS = 1_000_000  # a long published template takes some 300 for a message
+BASE_STEPS = 500_000  # a long published template takes some 300 for a message
 STEPS_PER_MESSAGE = 1_000
 CHARS_A_STEP = 32  # of texts, which C code goes through at once
 STEPS_A_CALL = 10
-STEPS_AN_ITEM = 8  # of a list in a filter that works through it in Python
+STEPS_AN_ITEM = 20  # of a list in a filter that works through it in Python
 MAX_CHARS = 1 << 26  # of one text, and items of one list, that an operation makes
 MAX_BITS = 4096  # of a whole number
 MAX_WIDTH = 1 << 20  # of numbers in a format

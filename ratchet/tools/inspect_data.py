@@ -31,7 +31,7 @@ from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
 from ratchet.experience.sources import StreamSource
 from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Compares, Environment, Judges, OffersTools, Steps
-from ratchet.terminal import make_console
+from ratchet.terminal import make_console, visible
 from ratchet.types import Split, Task, Trajectory
 
 ROLES = {"pairs": ("chosen", "rejected"), "labelled": ("answer",), "steps": ("answer",), "rows": ("row",)}
@@ -232,6 +232,6 @@ def _coloured(one: Shown, renderer: Renderer, *, marks: bool) -> Text:
     """marks: brackets too, where colours are lost."""
     text = Text()
     for trains, start, end in one.spans():
-        said = renderer.tokenizer.decode(one.tokens[start:end], skip_special=False)
+        said = visible(renderer.tokenizer.decode(one.tokens[start:end], skip_special=False))  # rich drops a bell
         text.append(f"⟦{said}⟧" if trains and marks else said, style="bold green" if trains else "dim")
     return text
