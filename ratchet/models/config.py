@@ -137,6 +137,9 @@ class DecoderConfig:
             value = getattr(self, name)
             if not is_number(value) or value < 0:
                 raise ModelError(f"{name}={brief(value)} must be a number of at least 0")
+        for name in ("qk_norm", "qkv_bias", "out_bias", "mlp_bias", "tied", "renormalise"):
+            if not isinstance(getattr(self, name), bool):
+                raise ModelError(f"{name}={brief(getattr(self, name))} must be true or false")
         if not isinstance(self.rope, Mapping):
             raise ModelError(f"rope={brief(self.rope)} must be a section with rope_type and rope_theta")
         if not isinstance(self.family, str) or not (self.bos_id is None or type(self.bos_id) is int):
