@@ -103,7 +103,8 @@ def test_ordinary_expressions_are_as_jinja_has_them():
     source = (
         "{% set n = namespace(k=0) %}{% for m in messages if m.role != 'x' %}"
         "{% set n.k = n.k + 1 %}"
-        "{{ loop.index ~ ':' + m['role'] + ' ' }}{{ m.content[1:] | trim | upper }}{% if not loop.last %},{% endif %}{% endfor %}"
+        "{{ loop.index ~ ':' + m['role'] + ' ' }}{{ m.content[1:] | trim | upper }}"
+        "{% if not loop.last %},{% endif %}{% endfor %}"
         "{{ n.k * 2 ** 3 % 5 }} {{ 'i' in messages[0].content }} {{ [1, 2] == [1, 2] }} {{ {'a': [1]} | tojson }}"
         "{{ '-' * 3 }}{{ '%02d' % 7 }}{{ '{:>4}'.format('x') }}{{ ['a', 'b'] | join('+') }}"
         "{{ messages | map(attribute='role') | list }}"
