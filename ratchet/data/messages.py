@@ -57,7 +57,10 @@ def _message(item: Any, where: str) -> Message:
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise DataError(f"{where} has the role {given!r:.40}, must be one of {', '.join(dict.fromkeys(ROLES.values()))}")
-    calls = tuple(_call(call, index, where) for index, call in enumerate(item.get("tool_calls") or ()))
+    written = item.get("tool_calls") or []
+    if not isinstance(written, list):
+        raise DataError(f"{where} has {kind_of(written)} as 'tool_calls', must be an array of calls")
+    calls = tuple(_call(call, index, where) for index, call in enumerate(written))
     if calls and role != "assistant":
         raise DataError(f"{where} has tool_calls, and its role is '{role}': only the assistant calls tools")
     called = item.get("tool_call_id")

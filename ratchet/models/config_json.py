@@ -25,12 +25,17 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "experts_per_token": (0, 2**16),
     "expert_intermediate_size": (0, 2**24),
 }
-# What a `config.json` may say, for keys that are read here; null always counts as absent.
+# What a `config.json` may say, for keys that are read here.
 HF_NUMBERS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "decoder_sparse_step", "sliding_window", "max_window_layers", "bos_token_id", ORIGINAL),
     *("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"),
+)
+# Keys whose null means nothing; null elsewhere is another default than absence.
+HF_NOT_NULL = (
+    *("max_position_embeddings", "rms_norm_eps", "initializer_range", "decoder_sparse_step", "num_experts_per_tok"),
+    "max_window_layers",
 )
 HF_LISTS = ("layer_types", "mlp_only_layers")
 HF_OBJECTS = ("rope_scaling", "rope_parameters")
@@ -47,6 +52,9 @@ def check_types(hf: Mapping[str, Any]) -> None:
 
     for key in HF_NUMBERS:
         check(key, is_number(hf.get(key)), "a number")
+    for key in HF_NOT_NULL:
+        if key in hf and hf[key] is None:
+            raise ModelError(f"config.json says {key}=null, must be a number: copy it from the model again")
     for key in HF_LISTS:
         check(key, isinstance(hf.get(key), list) and all(isinstance(i, str | int) for i in hf[key]), "a list")
     for key in HF_OBJECTS:
