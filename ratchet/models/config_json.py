@@ -37,7 +37,7 @@ HF_NOT_NULL = (
     *("max_position_embeddings", "rms_norm_eps", "initializer_range", "decoder_sparse_step", "num_experts_per_tok"),
     "max_window_layers",
 )
-HF_LISTS = ("layer_types", "mlp_only_layers")
+HF_LISTS = {"layer_types": str, "mlp_only_layers": int}
 HF_OBJECTS = ("rope_scaling", "rope_parameters")
 
 
@@ -55,8 +55,9 @@ def check_types(hf: Mapping[str, Any]) -> None:
     for key in HF_NOT_NULL:
         if key in hf and hf[key] is None:
             raise ModelError(f"config.json says {key}=null, must be a number: copy it from the model again")
-    for key in HF_LISTS:
-        check(key, isinstance(hf.get(key), list) and all(isinstance(i, str | int) for i in hf[key]), "a list")
+    for key, kind in HF_LISTS.items():
+        fits = isinstance(hf.get(key), list) and all(type(item) is kind for item in hf[key])
+        check(key, fits, "a list of texts" if kind is str else "a list of numbers")
     for key in HF_OBJECTS:
         check(key, isinstance(hf.get(key), dict), "an object")
     for key, value in stated_rope(hf).items():
