@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -12,8 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ratchet import credentials, faults, stores
+from ratchet.cli_errors import end, prepare_streams, say
 from ratchet.cli_runs import Json, runs
-from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
+from ratchet.errors import ConfigError
+from ratchet.inputs import parse_json
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -73,12 +74,12 @@ def check(
         from ratchet.testing.named import check_named
 
         table, holds = check_named(target, overrides or [])
-        typer.echo(table)
+        say(table)
         raise typer.Exit(not holds)
     from ratchet.config.check import describe
     from ratchet.config.loader import load_config
 
-    typer.echo(describe(load_config(target, overrides or [])))
+    say(describe(load_config(target, overrides or [])))
 
 
 @app.command()
@@ -164,7 +165,7 @@ def evaluate(
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"--body is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -274,7 +275,7 @@ def convert(
     you like. An interrupted conversion goes on by the same command."""
     from ratchet.tools.converting import convert_places
 
-    convert_places(source, target, to=to, config=config, verify=verify, say=typer.echo, adapter=merge_lora)
+    convert_places(source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora)
 
 
 Steps = Annotated[list[int], typer.Option("--step", min=1, help="As in metrics.jsonl; may be given several times.")]
@@ -322,7 +323,7 @@ def new(
     from ratchet.tools.scaffold import scaffold
 
     files, command = scaffold(kind, name)
-    typer.echo("\n".join([*map(str, files), f"next: {command}"]))
+    say("\n".join([*map(str, files), f"next: {command}"]))
 
 
 @app.command(name="import")
@@ -350,7 +351,7 @@ def report(
     how two runs differ."""
     from ratchet.tools.report import write_report
 
-    typer.echo(write_report(runs, out, rollouts=rollouts))
+    say(write_report(runs, out, rollouts=rollouts))
 
 
 @app.command()
@@ -362,7 +363,7 @@ def ui(
     from ratchet.tools.places import record_of
     from ratchet.tools.report.server import serve_forever
 
-    serve_forever(record_of(directory), port, say=typer.echo)
+    serve_forever(record_of(directory), port, say=say)
 
 
 @app.command()
@@ -371,7 +372,7 @@ def status(run: Annotated[str, typer.Argument(help="The directory of a run that 
     from ratchet.tools.places import here
     from ratchet.tools.status import status_of
 
-    typer.echo(status_of(here(run)))
+    say(status_of(here(run)))
 
 
 @app.command()
@@ -384,15 +385,15 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point: an error meant for the user is printed without a traceback; status 2: recipe, data or model is wrong."""
+    prepare_streams()
     sys.path.insert(0, str(Path.cwd()))  # so that `kind: my_module:Mine` finds what lies beside the recipe
     try:
         faults.arm(os.environ.get("RATCHET_FAULTS", ""))
         credentials.offer(os.environ)
         stores.keep_as(os.environ)
         app()
-    except RatchetError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError | DataError | ModelError) else 1)
+    except Exception as error:  # the last place: what has no sentence is raised again
+        end(error)
 
 
 if __name__ == "__main__":

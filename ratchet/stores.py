@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from ratchet.errors import DataError, MissingDependency
+from ratchet.inputs import read_json
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +261,7 @@ def fetch_directory(address: str, patterns: Sequence[str] = ("*",), *, deep: boo
 
 def _fetched_before(target: Path) -> dict[str, Any]:
     try:
-        found = json.loads((target / FETCHED).read_bytes())
+        found = read_json(target / FETCHED)
         return {name: facts for name, facts in found.items() if stays_inside(name)}
     except (OSError, ValueError, AttributeError):
         return {}

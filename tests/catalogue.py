@@ -34,6 +34,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "refused, naming the keys; one that was edited under its run is told",
         ),
         "C12": ("an environment that can't be imported", "refused with its own error"),
+        "C13": (
+            "a recipe written to hang: anchors that repeat anchors, depth, pipes, chains, sizes of 10^12",
+            "refused within a budget of bytes, values, depth and files, with a sentence and status 2",
+        ),
     },
     "Data": {
         "D1": ("a column that is missing", "refused with file, line and the columns there are"),
@@ -54,6 +58,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "D13": ("an image or a clip that is empty, cut off or none", "refused with row and file, or its attempt fails"),
         "D14": ("an image of 20,000 pixels, or a decompression bomb", "refused by its header, before it is decoded"),
         "D15": ("places for images in a text that are not as many as its images", "refused with both counts"),
+        "D16": (
+            "a pipe or a device as data; JSON of 100,000 levels; a small file that unpacks to millions of rows",
+            "refused with a sentence before it is read",
+        ),
     },
     "Model and numbers": {
         "M1": ("a tokenizer without a padding token", "none is needed: sequences are laid end to end"),
@@ -71,6 +79,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "losses, KL estimators and corrections stay finite; the other tokens train",
         ),
         "M12": ("an algorithm by a paper's name", "its defaults are the paper's objective, normaliser included"),
+        "M13": (
+            "a model directory with impossible sizes, other types, pipes, or a template that loops or fills memory",
+            "refused by arithmetic or a budget of steps, with a sentence and status 2",
+        ),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),
@@ -132,6 +144,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "P23": (
             "the lock, recipe, metrics or checkpoints of a run are deleted under it",
             "said at the next step or save; the lock and the recipe are restored; nothing is overwritten",
+        ),
         "P24": (
             "a library replaces a signal's handler, or blocks the signal",
             "refused, or, in native code, undone before the next step: the run finishes its step and saves",
@@ -159,7 +172,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "closed at a deadline, the oldest first; others are answered meanwhile; no traceback, no 500",
         ),
         "S16": ("a page of another site that asks a server without a key", "refused by its Host or Origin"),
-        "S17": ("a run of any length, or numbers that no axis holds, in the dashboard", "memory is bounded; left out of the chart"),
+        "S17": (
+            "a run of any length, or numbers that no axis holds, in the dashboard",
+            "memory is bounded; left out of the chart",
+        ),
         "S13": (
             "tests that evaluate what a program returned",
             "refused by the task's name before anything of it runs; an answer that breaks the tests is a wrong one",
@@ -168,6 +184,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "files that an agent leaves for the check to pick up",
             "the check finds its own alone: they lie apart, and those of the agent only where it names them",
         ),
+        "S18": ("control characters and marks of direction in data", "shown as their codes in everything that is printed"),
     },
 }
 ROWS: dict[str, tuple[str, str]] = {name: row for rows in GROUPS.values() for name, row in rows.items()}

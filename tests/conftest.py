@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# A shell that starts the suite in the background has SIGINT ignored, and its children would inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import pytest
 from hypothesis import settings
+
+# A shell that starts the suite in the background has SIGINT ignored, and its children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("ratchet", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=100)  # in `make test-slow`

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ratchet import inputs
 from ratchet.errors import CheckpointError
 from ratchet.interfaces import Shard
 
@@ -93,14 +94,14 @@ class Blocks:
             raise CheckpointError(f"{directory} holds no blocks of a learner: it was saved by a learner of another kind")
         try:
             for path in files:
-                content = json.loads(path.read_bytes())
+                content = inputs.read_json(path)
                 for key, value in content["numbers"].items():
                     self.numbers[key] = {**self.numbers.get(key, {}), **value} if isinstance(value, dict) else value
                 for i, entry in enumerate(content["blocks"]):
                     at = (tuple(entry[key]) for key in ("shape", "offsets", "sizes"))
                     place = Stored(path.with_suffix(".safetensors"), f"b{i}", *at)
                     self.stored.setdefault(entry["name"], []).append(place)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the index of {directory} can't be read: {error!r}") from error
 
     @property
@@ -136,6 +137,7 @@ class Lazy:
 
 def _slice(place: Stored, low: Sequence[int], high: Sequence[int]) -> Tensor:
     try:
+        inputs.require_file(place.file)
         with safe_open(place.file, framework="pt", device="cpu") as opened:
             if not place.sizes:
                 return opened.get_tensor(place.key)

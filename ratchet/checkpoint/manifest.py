@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ratchet.errors import CheckpointError
+from ratchet.inputs import parse_json
 from ratchet.stores import stays_inside
 
 FORMAT = 1
@@ -125,8 +126,8 @@ def seal(body: Mapping[str, Any]) -> str:
 def unseal(where: Path | str, name: str, content: bytes) -> dict[str, Any]:
     """Raises CheckpointError where it was changed."""
     try:
-        sealed = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        sealed = parse_json(content)
+    except ValueError as error:
         raise CheckpointError(f"{where}/{name} is not JSON: {error}") from error
     if sealed["sha256"] != hash_body(sealed["body"]):
         raise CheckpointError(f"{where}/{name} was changed: its own checksum does not match")

@@ -16,6 +16,7 @@ from typing import Any
 from ratchet import faults
 from ratchet.config.tree import read_file, write_text
 from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.inputs import read_json
 from ratchet.observe.files import replace_text
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class RunDirectory:
         """That what is here is of this recipe, as it was written: a run, or a plan of one. Raises RunDirectoryError naming the
         keys that differ."""
         try:
-            planned = json.loads(self.plan.read_text(encoding="utf-8"))["recipe"] if self.plan.exists() else recipe
+            planned = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunDirectoryError(f"{self.plan} is no plan: {error!r}; remove it") from error
         begun = self.read_config() if self.used else recipe

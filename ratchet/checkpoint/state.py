@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ratchet import faults
+from ratchet import faults, inputs
 from ratchet.errors import CheckpointError
 
 TAG = "$"
@@ -84,7 +84,8 @@ def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Ten
 def load_state(directory: Path, name: str = "state") -> Any:
     """What `save_state` was given; tensors on the CPU. Raises CheckpointError where files are absent or damaged."""
     try:
-        structure = json.loads((directory / f"{name}.json").read_bytes())
+        structure = inputs.read_json(directory / f"{name}.json")
+        inputs.require_file(directory / f"{name}.safetensors")
         # Cloned, because the loaded ones are views of the file, which may be deleted while they are in use.
         tensors = {key: tensor.clone() for key, tensor in load_file(directory / f"{name}.safetensors").items()}
         return _decode(structure, tensors)

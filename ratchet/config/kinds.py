@@ -20,6 +20,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ratchet.config.base import Section
 from ratchet.config.builtin import DEFAULT_KIND, KINDS
 from ratchet.errors import ConfigError
+from ratchet.terminal import shortened
 
 # Keys that a section has by its place, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -54,6 +55,7 @@ def section_class(slot: str, kind: str) -> type[Section]:
     """The class that validates `kind`, with `kind` among its fields, so that a saved section says what it is."""
     if ":" in kind:
         made = _of_import_path(slot, kind)
+        _require_methods(slot, kind)
     elif kind in KINDS[slot]:
         made = imported(KINDS[slot][kind])
     else:
@@ -94,14 +96,19 @@ def _as_path(kind: str) -> str:
 
 # --- kinds given by import path
 
+# What a class of these slots is called by (`ratchet.interfaces`); what a function makes is known when it is called.
+METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("environment", "part", "played"), ("tasks", "reset", "step", "close"))
+
 
 def imported(path: str) -> Any:
     """Raises ConfigError with the reason. Other errors of the user's own module keep their traceback."""
     module, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ConfigError(f"{shortened(path, 200)!r} is no path of a class or a function: write it as my_pkg.module:Class")
     try:
         found = import_module(module)
     except (ImportError, SyntaxError) as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {shortened(str(error), 500)}"
         raise ConfigError(
             f"'{path}' can't be imported ({reason}); is it installed, or in the directory that you start from?"
         ) from error
@@ -123,6 +130,15 @@ def _of_import_path(slot: str, kind: str) -> type[Section]:
     if not _is_section(config):
         raise ConfigError(f"{kind}.Config must derive from ratchet.config.base.Section")
     return _built_by(kind, config)
+
+
+def _require_methods(slot: str, kind: str) -> None:
+    """Raise ConfigError for a class that can't be what its slot wants."""
+    target = imported(kind)
+    if inspect.isclass(target) and not _is_section(target):
+        lacking = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
+        if lacking:
+            raise ConfigError(f"'{kind}' is no {slot}: the class has no {', '.join(lacking)}")
 
 
 def _is_section(found: Any) -> bool:
@@ -159,9 +175,9 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
     owner = target.__init__ if inspect.isclass(target) else target
     try:
         hints = get_type_hints(owner, include_extras=True)
-    except NameError as error:
+        parameters = list(inspect.signature(target).parameters.values())[FUNCTION_ARGUMENTS[slot] if binds else 0 :]
+    except (NameError, TypeError, ValueError, AttributeError) as error:  # of things written in C, say
         raise ConfigError(f"the annotations of '{kind}' can't be read: {error}") from error
-    parameters = list(inspect.signature(target).parameters.values())[FUNCTION_ARGUMENTS[slot] if binds else 0 :]
     if len(parameters) == 1 and _is_section(hints.get(parameters[0].name)):
         return _built_by(kind, hints[parameters[0].name])
     fields: dict[str, Any] = {}
@@ -174,7 +190,7 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
         fields[parameter.name] = (hints.get(parameter.name, Any), default)
     try:
         made = create_model(kind.partition(":")[2], __base__=Unpacked, **fields)
-    except (PydanticSchemaGenerationError, PydanticUserError) as error:
+    except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
         raise ConfigError(f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`") from error
     made.target, made.parameters, made.binds = kind, frozenset(fields), binds
     return made

@@ -18,17 +18,19 @@ from pydantic import ValidationError
 from ratchet.config.merge import as_layer, expand, lay
 from ratchet.config.problems import REDACTED, Problem, explain, is_secret, locate, report
 from ratchet.config.schema import RunConfig
-from ratchet.config.tree import COMMAND_LINE, Node, Origin, read_file, read_text, write_text
+from ratchet.config.tree import COMMAND_LINE, Budget, Node, Origin, read_file, read_text, write_text
 from ratchet.config.validate import conflicts
 from ratchet.errors import ConfigError
+from ratchet.terminal import shortened
 
 EXTENDS = "extends"
+MAX_FILES = 32  # of a recipe and those that it extends
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The resolved and checked configuration of a recipe. Raises ConfigError with everything that is wrong with it."""
     problems: list[Problem] = []
-    root = _read(Path(path), problems, chain=())
+    root = _read(Path(path), problems)
     if overrides:
         root = lay(root, _overrides(overrides, problems), problems)
     if "name" not in root.value:
@@ -67,25 +69,41 @@ def _build(tree: Node, problems: Sequence[Problem]) -> RunConfig:
     return config
 
 
-def _read(path: Path, problems: list[Problem], chain: tuple[Path, ...]) -> Node:
-    """A recipe over all that it extends."""
-    resolved = path.resolve()
-    if resolved in chain:
-        names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(f"recipes extend each other in a circle: {names}")
-    root, duplicates = read_file(path)
-    problems += duplicates
-    extends = root.value.pop(EXTENDS, None)
-    if extends is None:
-        return root
-    if not isinstance(extends.value, str):
-        raise ConfigError(f"{extends.origin}: extends must be the path of one recipe, relative to this file")
-    try:
-        base = _read(path.parent / extends.value, problems, (*chain, resolved))
-    except ConfigError as error:
-        raise ConfigError(f"{extends.origin}: extends: {error}") from error
-    base.value.pop("name", None)  # a variant is another run
-    return replace(lay(base, root, problems), origin=root.origin)
+def _read(path: Path, problems: list[Problem]) -> Node:
+    """A recipe over all that it extends. Raises ConfigError."""
+    layers: list[Node] = []
+    chain: list[Path] = []
+    budget = Budget()
+    extends: Node | None = None
+    while True:
+        try:
+            resolved = path.resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # a null character, or a loop of links
+            raise ConfigError(f"{str(path)!r} can't be read: {error}") from error
+        if resolved in chain:
+            names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
+            raise ConfigError(f"recipes extend each other in a circle: {names}")
+        chain.append(resolved)
+        if len(chain) > MAX_FILES:
+            raise ConfigError(f"{path}: more than {MAX_FILES} recipes extend each other: lay some of them together")
+        try:
+            root, duplicates = read_file(path, budget)
+        except ConfigError as error:
+            raise ConfigError(f"{extends.origin}: extends: {error}" if extends is not None else str(error)) from error
+        problems += duplicates
+        layers.append(root)
+        extends = root.value.pop(EXTENDS, None)
+        if extends is None:
+            break
+        if not isinstance(extends.value, str):
+            raise ConfigError(f"{extends.origin}: extends must be the path of one recipe, relative to this file")
+        path = path.parent / extends.value
+    whole = layers.pop()
+    while layers:
+        layer = layers.pop()
+        whole.value.pop("name", None)  # a variant is another run
+        whole = replace(lay(whole, layer, problems), origin=layer.origin)
+    return whole
 
 
 def _overrides(texts: Sequence[str], problems: list[Problem]) -> Node:
@@ -94,7 +112,7 @@ def _overrides(texts: Sequence[str], problems: list[Problem]) -> Node:
         path, equals, value = text.partition("=")
         keys = tuple(path.strip().split("."))
         if not equals or not all(keys):
-            raise ConfigError(f"{COMMAND_LINE}: override '{text}' is not of the form a.b.c=value")
+            raise ConfigError(f"{COMMAND_LINE}: override '{shortened(text, 200)}' is not of the form a.b.c=value")
         if keys == (EXTENDS,):
             raise ConfigError(f"{COMMAND_LINE}: extends can't be overridden: start from the other recipe")
         node, duplicates = read_text(value, COMMAND_LINE, ".".join(keys))

@@ -10,7 +10,7 @@ from ratchet.config.keys import STAGES
 from ratchet.config.kinds import section_class
 from ratchet.config.problems import Problem, unlike
 from ratchet.config.schema import STAGE_KEYS
-from ratchet.config.tree import Node
+from ratchet.config.tree import MAX_NODES, Node
 from ratchet.errors import ConfigError
 
 Path = tuple[str, ...]
@@ -80,8 +80,19 @@ def expand(root: Node, problems: list[Problem]) -> Node:
     rest = {key: node for key, node in root.value.items() if key not in STAGE_KEYS}
     stages = root.get(STAGES) or Node([Node({}, root.origin)], root.origin)
     if isinstance(stages.value, list):
+        _refuse_product(defaults, stages.value)
         stages = replace(stages, value=[_complete(stage, defaults, problems) for stage in stages.value])
     return replace(root, value={**rest, STAGES: stages})
+
+
+def _refuse_product(defaults: Node, stages: Sequence[Node]) -> None:
+    """Raise ConfigError where keys at the top, which each stage repeats, come to more values than a recipe may have."""
+    repeated = sum(1 for _ in _leaves(defaults, ())) * len(stages)
+    if repeated > MAX_NODES:
+        raise ConfigError(
+            f"{stages[0].origin}: {len(stages):,} stages repeat the keys at the top, which makes {repeated:,} values: a recipe "
+            f"holds at most {MAX_NODES:,}"
+        )
 
 
 def _complete(stage: Node, defaults: Node, problems: list[Problem]) -> Node:
@@ -125,6 +136,8 @@ def _of_single_stage(base: Node, layer: Node, stages: Node, problems: list[Probl
 def _refuse_shadowed(base: Node, layer: Node, problems: list[Problem]) -> None:
     names = stage_names(base)
     stages = dict(zip(names, base.value[STAGES].value, strict=True)) if names else {}
+    if stages:
+        _refuse_product(replace(layer, value={k: v for k, v in layer.value.items() if k in STAGE_KEYS}), list(stages.values()))
     for key in STAGE_KEYS:
         for path, leaf in _leaves(layer.get(key), (key,)):
             owners = {name: stage for name, stage in stages.items() if _sets(stage, path, base, layer)}

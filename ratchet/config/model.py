@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -10,6 +11,7 @@ from typing import Any
 from ratchet.config.conflict import Conflict, clash
 from ratchet.config.problems import unlike
 from ratchet.config.schema import ModelConfig, RunConfig
+from ratchet.errors import ModelError
 from ratchet.stores import is_address, unfit
 
 
@@ -56,6 +58,8 @@ def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Confli
     for key in model.overrides:
         if key not in shape:
             yield clash(f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}")
+    if name in known and all(key in shape for key in model.overrides):
+        yield from _shape(name, model.overrides)
     if model.revision is not None:
         yield clash("model.revision belongs to model.path, not to a preset: remove it", "model.revision")
     if model.backend == "transformers":
@@ -68,6 +72,15 @@ def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Confli
             "tokenizer.kind",
             "tokenizer",
         )
+
+
+def _shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
+    """A shape that no decoder has. The vocabulary, which the tokenizer brings, is taken for a small one."""
+    try:
+        import_module("ratchet.models.presets").preset(name, **{"vocab_size": 256, **overrides})
+    except ModelError as error:
+        key = next((key for key in overrides if re.match(rf"{re.escape(key)}\b", str(error))), None)
+        yield clash(f"no model has this shape: {error}", "model.overrides" if key is None else f"model.overrides.{key}")
 
 
 def presets() -> Mapping[str, Mapping[str, Any]]:

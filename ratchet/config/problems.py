@@ -11,11 +11,16 @@ from pydantic import ValidationError
 
 from ratchet.config.keys import Key, children_of, keys, model_at
 from ratchet.errors import ConfigError
+from ratchet.terminal import shortened
 
 if TYPE_CHECKING:
     from ratchet.config.tree import Node, Origin
 
 Location = Sequence[str | int]
+
+MAX_SHOWN = 20  # problems of one recipe that are told in words
+MAX_CHARS = 1000  # of one problem's path, and of its words
+MAX_VALUE_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +31,25 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        key = f"{self.origin.path}: " if self.origin.path else ""
-        return f"{self.origin}: {key}{self.message}"
+        key = f"{shortened(self.origin.path, MAX_CHARS)}: " if self.origin.path else ""
+        return f"{self.origin}: {key}{shortened(self.message, MAX_CHARS)}"
 
 
 def report(problems: Iterable[Problem]) -> ConfigError:
-    """All of them in one error, in the order of files and lines. A wrong default of several stages is told once."""
-    lines = [str(p) for p in sorted(set(problems), key=lambda p: (p.origin.file, p.origin.line or 0, p.origin.path, p.message))]
-    if len(lines) == 1:
+    """Return one error of the first MAX_SHOWN problems in the order of files and lines, with the number of the others.
+
+    A wrong default of several stages is shown once.
+    """
+    ordered = sorted(set(problems), key=lambda p: (*_place_in_files(p.origin), p.message))
+    lines = [str(p) for p in ordered[:MAX_SHOWN]]
+    if len(ordered) == 1:
         return ConfigError(lines[0])
-    return ConfigError("\n  ".join([f"{len(lines)} problems:", *lines]))
+    more = [f"and {len(ordered) - MAX_SHOWN:,} more"] if len(ordered) > MAX_SHOWN else []
+    return ConfigError("\n  ".join([f"{len(ordered):,} problems:", *lines, *more]))
+
+
+def _place_in_files(origin: Origin) -> tuple[str, int, str]:
+    return origin.file, origin.line or 0, origin.path
 
 
 def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
@@ -53,26 +67,42 @@ def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
 
 
 def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Problem]:
-    """pydantic's findings in the words of a recipe. One value that fits no branch of a union is one problem."""
+    """Yield pydantic's errors in the words of a recipe. One value that fits no branch of a union is one problem.
+
+    The words of the first MAX_SHOWN alone are looked for, since the names nearest to an unknown one cost milliseconds.
+    """
     by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in error.errors(include_url=False):
         if line["type"] != "default_factory_not_called":
             by_place.setdefault(_place(tree, line), []).append(line)
-    for place, lines in by_place.items():
-        node, left = locate(tree, place)
-        origin = node.origin
-        for key in left:
-            origin = origin.below(key)
-        first, *others = dict.fromkeys(_wanted(line) for line in lines)
-        wanted = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
-        if lines[0]["type"] == "extra_forbidden":
-            yield Problem(origin, unknown_key(str(place[-1]), place[:-1], tree, model))
-        elif lines[0]["type"] == "missing":
-            yield Problem(origin, _missing(place, tree, model))
-        elif left or lines[0]["type"] in TELLING or isinstance(node.value, dict | list):
-            yield Problem(origin, wanted)
-        else:
-            yield Problem(origin, f"{_shown(origin.path, node.value)} {wanted}")
+    places = [(*_origin_at(tree, place), place, lines) for place, lines in by_place.items()]
+    places.sort(key=lambda item: _place_in_files(item[0]))
+    for index, (origin, left, place, lines) in enumerate(places):
+        yield Problem(origin, _explained(origin, left, place, lines, tree, model) if index < MAX_SHOWN else "is wrong too")
+
+
+def _origin_at(tree: Node, place: Location) -> tuple[Origin, list[str]]:
+    node, left = locate(tree, place)
+    origin = node.origin
+    for key in left:
+        origin = origin.below(key)
+    return origin, left
+
+
+def _explained(
+    origin: Origin, left: list[str], place: Location, lines: Sequence[Mapping[str, Any]], tree: Node, model: type[Any]
+) -> str:
+    """left: the keys of `place` that the recipe does not have."""
+    first, *others = dict.fromkeys(_wanted(line) for line in lines)
+    wanted = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    value = locate(tree, place)[0].value
+    if lines[0]["type"] == "extra_forbidden":
+        return unknown_key(str(place[-1]), place[:-1], tree, model)
+    if lines[0]["type"] == "missing":
+        return _missing(place, tree, model)
+    if left or lines[0]["type"] in TELLING or isinstance(value, dict | list):
+        return wanted
+    return f"{_shown(origin.path, value)} {wanted}"
 
 
 def _place(tree: Node, line: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -98,7 +128,7 @@ def _shown(path: str, value: Any) -> str:
         return REDACTED
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return repr(value)
+    return shortened(repr(value), MAX_VALUE_CHARS)
 
 
 # --- what pydantic wanted

@@ -17,7 +17,11 @@ from ratchet.data.files import open_binary, reading
 from ratchet.data.jsonl import Row
 from ratchet.data.order import WINDOW
 from ratchet.errors import DataError
+from ratchet.inputs import require_file
 from ratchet.stores import is_address
+
+MIN_BOMB_ROWS = 100_000
+ROWS_A_BYTE = 1  # rows that differ take several bytes each, however they are packed
 
 
 def open_arrow(path: str | Path) -> ArrowTable:
@@ -40,8 +44,19 @@ class ArrowTable:
             raise DataError(f"{path}: no {self.form} file, or not whole: {error}: make it again") from error
         if not sum(self.blocks):
             raise DataError(f"{path}: the file holds no rows")
+        self._refuse_bomb()
         self.ends = list(accumulate(self.blocks))
         self._kept = lru_cache(WINDOW)(self._block)
+
+    def _refuse_bomb(self) -> None:
+        """Raise DataError where a small file states so many rows that they can only repeat each other."""
+        if is_address(self.path):
+            return
+        rows, size = sum(self.blocks), Path(self.path).stat().st_size
+        if rows > MIN_BOMB_ROWS and rows > ROWS_A_BYTE * size:
+            raise DataError(
+                f"{self.path}: states {rows:,} rows in {size:,} bytes, so they repeat each other: write each different row once"
+            )
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -103,4 +118,5 @@ def _source(path: str | Path) -> Any:
     if is_address(path):
         remote: IO[bytes] = open_binary(path)
         return pa.PythonFile(remote, mode="r")
+    require_file(path)
     return pa.memory_map(str(path))

@@ -10,9 +10,11 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as Backend
 
 from ratchet.data.config import PRINTABLE, AutoTokenizerConfig, ByteBPEConfig, BytesConfig, CharactersConfig
+from ratchet.data.jsonl import decode, raw_lines
 from ratchet.data.templates import BUILTIN
 from ratchet.data.tokenizer import Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, DataError
+from ratchet.inputs import open_file
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>", "<tool>", "<reserved_0>")
 BYTES = 256
@@ -103,7 +105,8 @@ def build_byte_bpe(config: ByteBPEConfig, model: str | None) -> Tokenizer:
 def _lines(paths: Sequence[Path]) -> Iterator[str]:
     for path in paths:
         try:
-            with path.open(encoding="utf-8") as file:
-                yield from file
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"tokenizer.texts: {path} can't be read as UTF-8 text: {error}") from error
+            with open_file(path) as file:
+                for line, offset, raw in raw_lines(file, path):
+                    yield decode(raw, path, line, offset) + "\n"
+        except OSError as error:
+            raise DataError(f"tokenizer.texts: {path} can't be read: {error.strerror}") from error

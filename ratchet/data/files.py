@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +12,13 @@ from typing import IO, Annotated, Any
 
 from pydantic import BeforeValidator
 
+from ratchet import inputs
 from ratchet.errors import DataError
 from ratchet.stores import filesystem, is_address
 
+CHUNK_BYTES = 1 << 20
+MIN_BOMB_BYTES = 64 << 20
+MOST_TIMES = 200  # gzip's limit is about 1,000; conversations come to 10
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
 
 
@@ -35,6 +39,8 @@ def reading(path: str | Path) -> Iterator[None]:
         raise DataError(f"{path}: can't be read: No such file or directory") from error
     except OSError as error:
         raise DataError(f"{path}: can't be read: {error.strerror or error}") from error
+    except OverflowError as error:  # an offset that the file states of itself
+        raise DataError(f"{path}: can't be read: {error}") from error
 
 
 def open_binary(path: str | Path) -> IO[bytes]:
@@ -44,7 +50,7 @@ def open_binary(path: str | Path) -> IO[bytes]:
     """
     with reading(path):
         if not is_address(path):
-            file: IO[bytes] = Path(path).open("rb")  # noqa: SIM115 - the caller closes it
+            file: IO[bytes] = inputs.open_file(path)
         else:
             system, inside = filesystem(str(path))
             file = system.open(inside, "rb")
@@ -55,11 +61,25 @@ def _unpacked(packed: IO[bytes]) -> IO[bytes]:
     plain = tempfile.TemporaryFile()  # noqa: SIM115 - closed by whoever reads it
     try:
         with packed, gzip.open(packed) as content:
-            shutil.copyfileobj(content, plain)
+            _copy_unpacked(content, plain, packed)
     except EOFError as error:
         raise OSError("the gzip file ends too early: copy it again") from error
+    except zlib.error as error:
+        raise OSError(f"the gzip file is damaged ({error}): copy it again") from error
     plain.seek(0)
     return plain
+
+
+def _copy_unpacked(content: gzip.GzipFile, plain: IO[bytes], packed: IO[bytes]) -> None:
+    """Raises OSError where the content is so much longer than the file that it holds next to nothing."""
+    size = 0
+    while chunk := content.read(CHUNK_BYTES):
+        size += len(chunk)
+        if size > MIN_BOMB_BYTES and size > MOST_TIMES * packed.tell():
+            raise OSError(
+                f"it unpacks to more than {MOST_TIMES} times its size, so it holds hardly any data: unpack it yourself"
+            )
+        plain.write(chunk)
 
 
 def expand(places: Sequence[str | Path]) -> list[str | Path]:

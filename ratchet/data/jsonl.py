@@ -10,12 +10,16 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from ratchet import inputs
 from ratchet.data.files import open_binary, reading
 from ratchet.errors import DataError
+from ratchet.terminal import shortened
 
 TYPE_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "an array", dict: "an object"}
 CHUNK_BYTES = 1 << 20
@@ -93,7 +97,7 @@ def fingerprint(path: str | Path) -> str:
     path = Path(path)
     try:
         digest = hashlib.sha256(f"{path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
+        with inputs.open_file(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
     except OSError as error:
@@ -123,21 +127,19 @@ def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -
 def parse_json(text: str, path: str | Path, line: int) -> Any:
     """What is written from `line` on. Raises DataError naming line and column."""
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        return inputs.parse_json(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         at = f"line {line + error.lineno - 1} col {error.colno}"
         raise DataError(f"{path}, {at}: malformed JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise DataError(f"{path}, line {line}: malformed JSON: nested too deeply") from error
-    except ValueError as error:  # from the two hooks below, or an integer of thousands of digits
+    except ValueError as error:  # from the two hooks below, too deep, or a number of hundreds of digits
         raise DataError(f"{path}, line {line}: malformed JSON: {error}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key '{next(k for k in keys if keys.count(k) > 1)}' appears twice in one object")
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key '{shortened(repeated, 80)}' appears twice in one object")
     return values
 
 
@@ -153,13 +155,18 @@ def check_columns(values: Mapping[str, Any], columns: Mapping[str, type], where:
 
 def _check(values: Mapping[str, Any], name: str, wanted: type, where: str) -> None:
     if name not in values:
-        raise DataError(f"{where}: no column '{name}'; the row has {', '.join(values) or 'no columns'}")
+        raise DataError(f"{where}: no column '{name}'; the row has {names(values)}")
     value = values[name]
     accepted = (int, float) if wanted is float else wanted
     if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
         raise DataError(f"{where}: column '{name}' is {kind_of(value)}, must be {TYPE_NAMES[wanted]}")
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         raise DataError(f"{where}: column '{name}' holds half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+
+
+def names(values: Iterable[Any]) -> str:
+    """Return the names of columns for an error; of a row with hundreds, the first."""
+    return shortened(", ".join(str(name) for name in islice(values, 100)), 400) or "no columns"
 
 
 def kind_of(value: Any) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ratchet.data.jsonl import kind_of
 from ratchet.data.parts import read_content
 from ratchet.errors import DataError
+from ratchet.inputs import parse_json
 from ratchet.types import Message, Part, Role, ToolCall
 
 ROLES: Mapping[str, Role] = {
@@ -57,7 +57,10 @@ def _message(item: Any, where: str) -> Message:
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise DataError(f"{where} has the role {given!r:.40}, must be one of {', '.join(dict.fromkeys(ROLES.values()))}")
-    calls = tuple(_call(call, index, where) for index, call in enumerate(item.get("tool_calls") or ()))
+    written = item.get("tool_calls") or []
+    if not isinstance(written, list):
+        raise DataError(f"{where} has {kind_of(written)} as 'tool_calls', must be an array of calls")
+    calls = tuple(_call(call, index, where) for index, call in enumerate(written))
     if calls and role != "assistant":
         raise DataError(f"{where} has tool_calls, and its role is '{role}': only the assistant calls tools")
     called = item.get("tool_call_id")
@@ -97,8 +100,8 @@ def _call(call: Any, index: int, where: str) -> ToolCall:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text, parse_constant=_refuse)
+    except ValueError as error:
         raise DataError(f"{where}: malformed JSON in a string: {error}") from error
 
 

@@ -20,6 +20,8 @@ from xxhash import xxh3_128
 from ratchet.config.media import PROCESSOR_FILES, MediaConfig
 from ratchet.data.media import audio_of, fetch, image_of, shown, video_of
 from ratchet.errors import DataError, ModelError
+from ratchet.inputs import require_file
+from ratchet.terminal import first_line
 from ratchet.types import MediaKind, Medium, Part
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
@@ -102,7 +104,7 @@ class Processor:
         try:
             found = dict(self.inner(text=[token], return_tensors="np", add_special_tokens=False, **given))
         except (ValueError, TypeError, IndexError, KeyError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(str(error) or type(error).__name__)
             raise DataError(f"{where}: the model's processor refuses the {kind}: {reason}") from error
         tokens = tuple(int(token) for token in np.asarray(found["input_ids"]).reshape(-1))
         inputs = {name: np.asarray(value) for name, value in found.items() if name not in OF_TOKENS}
@@ -140,9 +142,11 @@ def load_processor(
     if not files:
         return None
     try:
+        for path in (*files, directory / "config.json"):
+            require_file(path)
         inner = _inner(directory, trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # its code is as many processors as there are, each with errors of its own kinds
+        reason = first_line(str(error) or type(error).__name__)
         raise ModelError(f"transformers can't read the processor in {directory}: {reason}") from error
     content = b"".join(path.name.encode() + path.read_bytes() for path in files)
     return Processor(inner, fingerprint=xxh3_128(content).hexdigest(), media=media)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from ratchet.config.base import Section
-from ratchet.data.jsonl import kind_of
+from ratchet.data.jsonl import kind_of, names
 from ratchet.errors import DataError
 
 Scalar = str | int | float | bool
 PLACE = re.compile(r"\{([^{}\s]+)\}")
+MAX_NUMBER_CHARS = 1000  # of a text with one number in it
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -69,7 +69,7 @@ def value_at(values: Mapping[str, Any], name: str, where: str) -> Any:
             value = value[int(part)] if int(part) < len(value) else None
         else:
             inside = f"'{'.'.join(name.split('.')[:depth])}' of the row" if depth else "the row"
-            has = ", ".join(map(str, value)) if isinstance(value, Mapping) else kind_of(value)
+            has = names(value) if isinstance(value, Mapping) else kind_of(value)
             raise DataError(f"{where}: no column '{name}'; {inside} has {has or 'no columns'}: name yours in `columns`")
     return value
 
@@ -89,9 +89,9 @@ def fill(template: str, values: Mapping[str, Any], where: str) -> str:
 
 def number_in(value: Any, column: str, where: str) -> float:
     """A number, or the one number that a text holds ("Level 3", "0.25"). Raises DataError for any other value."""
-    if isinstance(value, str) and len(found := NUMBER.findall(value)) == 1:
+    if isinstance(value, str) and len(found := NUMBER.findall(value[:MAX_NUMBER_CHARS])) == 1:
         value = float(found[0])
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
         raise DataError(f"{where}: column '{column}' is {value!r:.60}, must be a number, or text that holds one")
     return float(value)
 

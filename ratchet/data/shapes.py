@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import json
 import pickletools
 import random
 import re
@@ -17,6 +16,7 @@ from typing import Any
 from ratchet.data.jsonl import Row, check_columns, kind_of
 from ratchet.data.tables import Table
 from ratchet.errors import DataError
+from ratchet.inputs import parse_json
 
 Values = Mapping[str, Any]
 Shape = Callable[[Values, str], Values]
@@ -192,13 +192,13 @@ def _functional(tests: Sequence[Values], where: str) -> str:
 def _tests(text: str, where: str) -> list[dict[str, str]]:
     """JSON, or that packed: base64 of zlib of a pickled text, which is read without running what a pickle may run."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         try:
             unpacker = zlib.decompressobj()
             packed = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
             texts = [str(argument) for opcode, argument, _ in pickletools.genops(packed) if opcode.name in TEXTS]
-            found = json.loads(texts[0]) if len(texts) == 1 and not unpacker.unconsumed_tail else None
+            found = parse_json(texts[0]) if len(texts) == 1 and not unpacker.unconsumed_tail else None
         except (ValueError, zlib.error) as error:
             raise DataError(f"{where}: its tests are neither JSON nor that packed by zlib: {error}") from error
     columns = ("input", "output", "testtype")
@@ -211,6 +211,6 @@ def _tests(text: str, where: str) -> list[dict[str, str]]:
 
 def _loads(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise DataError(f"{what} is no JSON: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -127,9 +128,9 @@ class CsvFile(_ByOffset):
         if header is None:
             return
         self.header = header
-        repeated = next((name for name in header if header.count(name) > 1), None)
+        repeated = next((name for name, count in Counter(header).items() if count > 1), None)
         if repeated is not None:
-            raise DataError(f"{self.path}, line 1: two columns are called '{repeated}': give each a name of its own")
+            raise DataError(f"{self.path}, line 1: two columns are called '{repeated:.80}': give each a name of its own")
         start = lines.line + 1, lines.offset
         for record in records:
             if record:  # not a blank line

@@ -10,20 +10,24 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ratchet.data.metered import WORK, MeteredEnvironment, Work
 from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import DataError
+from ratchet.inputs import read_text, size_text
+from ratchet.terminal import shortened
 from ratchet.types import Message, Role
 
 ROLES: tuple[str, ...] = get_args(Role)
+
+MAX_INDENT = 100
+MAX_BYTES = 128 << 10  # of a template; the longest published ones have some 20 KiB
 
 # What a message stands for in a probe: nothing that a template could contain, split, strip or escape.
 SENTINEL = "\ue000RatchetProbe\ue001"
@@ -85,9 +89,11 @@ def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
         return choice
     if choice.endswith(".jinja"):
         try:
-            return Path(choice).read_text(encoding="utf-8")
+            return read_text(choice, MAX_BYTES)
         except OSError as error:
             raise DataError(f"tokenizer.template: {choice} can't be read: {error.strerror}") from error
+        except ValueError as error:
+            raise DataError(f"tokenizer.template: {choice} {error}: save it as UTF-8") from error
     raise DataError(f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN)}, or the path of a .jinja file")
 
 
@@ -109,6 +115,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise ValueError(f"tojson indents by {indent}, at most {MAX_INDENT} is for templates")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -118,15 +126,21 @@ def _raise_exception(message: str) -> None:
 
 @lru_cache(maxsize=64)
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
+    if len(source) > MAX_BYTES:
+        raise DataError(f"the chat template has more than {size_text(MAX_BYTES)}: none is so long")
+    environment = MeteredEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     try:
         template = environment.from_string(source)
         template.globals = dict(template.globals)  # of a chain of mappings each rendering makes a dictionary anew, slowly
         return template
     except jinja2.TemplateSyntaxError as error:
-        raise DataError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from error
+        message = shortened(error.message or "", 400)
+        raise DataError(f"the chat template has a syntax error in line {error.lineno}: {message}") from error
+    except (RecursionError, MemoryError, OverflowError, SyntaxError, ValueError, TypeError) as error:
+        what = "it nests too deeply" if isinstance(error, RecursionError) else shortened(str(error), 400)
+        raise DataError(f"the chat template can't be compiled: {what or type(error).__name__}") from error
 
 
 class ChatTemplate:
@@ -149,11 +163,20 @@ class ChatTemplate:
         return self._call(_dictionaries(messages, self._dialect(messages)), tools, prompt)
 
     def _call(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool) -> str:
+        chars = sum(len(message["content"] or "") for message in messages)
+        variables = {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
         try:
-            return self._template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self._variables)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"the chat template can't render messages by ({roles}): {error}") from error
+            return self._template.render({**variables, WORK: Work(len(messages), chars)})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            self._refuse(messages, shortened(str(error), 400) or type(error).__name__, error)
+        except RecursionError as error:
+            self._refuse(messages, "it calls itself too deeply", error)
+        except MemoryError as error:
+            self._refuse(messages, "memory ran out", error)
+
+    def _refuse(self, messages: list[dict[str, Any]], why: str, error: BaseException) -> NoReturn:
+        roles = shortened(", ".join(message["role"] for message in messages), 200)
+        raise DataError(f"the chat template can't render messages by ({roles}): {why}") from error
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         for i, message in enumerate(messages):

@@ -17,8 +17,10 @@ from typing import Any, Literal, NamedTuple
 
 import tokenizers
 
+from ratchet import inputs
 from ratchet.errors import DataError, ModelError
 from ratchet.stores import fetch_directory, is_address, unfit
+from ratchet.terminal import first_line, shortened
 
 After = Literal["start", "special", "text"]
 
@@ -253,7 +255,19 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokeni
         directory = _download(str(source), revision)
     config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
     template = _chat_template(directory, config.pop("chat_template", None))
+    _check_special_tokens(directory, config)
     return Tokenizer(_backend(directory), config=config, eos_ids=_eos_ids(directory), chat_template=template)
+
+
+def _check_special_tokens(directory: Path, config: Mapping[str, Any]) -> None:
+    for name in SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if not (isinstance(text, str) and text) and value is not None:
+            raise ModelError(
+                f"{directory}: {name} of tokenizer_config.json is {shortened(repr(value), 80)}, must be a text: copy the file "
+                "from the original model again"
+            )
 
 
 def _fetch(address: str) -> Path:
@@ -267,18 +281,30 @@ def _fetch(address: str) -> Path:
 
 def _backend(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
-    if path.is_file():
+    if path.exists():
         if "model" not in _read_json(path):
             raise ModelError(f"{path} is no tokenizer: it has no 'model'. Copy the file from the original model again")
-        return tokenizers.Tokenizer.from_file(str(path))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more special for a file that it can't use
+            raise ModelError(
+                f"{path} can't be used: {first_line(str(error))}: copy it from the original model again"
+            ) from error
+        if not backend.get_vocab_size():
+            raise ModelError(f"{path} is no tokenizer: it has no tokens. Copy the file from the original model again")
+        return backend
     if not any((directory / name).is_file() for name in SLOW_FILES):
         raise ModelError(f"{directory} holds no tokenizer (tokenizer.json): copy it from the original model")
     from transformers import AutoTokenizer
 
     try:
+        for name in (*SLOW_FILES, "merges.txt"):
+            if (directory / name).exists():
+                inputs.require_file(directory / name)
         converted = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"transformers can't read the tokenizer in {directory}: {error}") from error
+    except Exception as error:  # as many tokenizers as there are, each with errors of its own kinds
+        reason = first_line(str(error) or type(error).__name__)
+        raise ModelError(f"transformers can't read the tokenizer in {directory}: {reason}") from error
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(f"{directory}: its tokenizer is written in Python and has no fast form: save one as tokenizer.json")
@@ -290,26 +316,49 @@ def _eos_ids(directory: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         if value is not None:
-            return [value] if isinstance(value, int) else list(value)
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(one) is int for one in ids):
+                raise ModelError(
+                    f"{directory / name}: eos_token_id={shortened(repr(value), 80)} must be a number, or a list of them"
+                )
+            return ids
     return []
 
 
-def _chat_template(directory: Path, configured: str | Sequence[Mapping[str, str]] | None) -> str | None:
+def _chat_template(directory: Path, configured: Any) -> str | None:
+    """Raises ModelError for a template that is no text, or can't be read."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    if path.exists():
+        try:
+            return inputs.read_text(path)
+        except OSError as error:
+            raise ModelError(f"{path} can't be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ModelError(f"{path} {error}: save it as UTF-8") from error
     if configured is None or isinstance(configured, str):
         return configured
-    return {item["name"]: item["template"] for item in configured}.get("default")
+    try:
+        chosen = {item["name"]: item["template"] for item in configured}.get("default")
+    except (TypeError, KeyError):
+        chosen = 0
+    if chosen is not None and not isinstance(chosen, str):
+        raise ModelError(f"{directory}: chat_template of tokenizer_config.json must be a text, or a list of named ones")
+    return chosen
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    """{} where the file is absent. Raises ModelError where it is no plain file, or no JSON object."""
+    if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = inputs.read_json(path)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON ({error}): copy the file from the original model again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object: copy the file from the original model again")
+    return content
 
 
 def _download(name: str, revision: str | None) -> Path:

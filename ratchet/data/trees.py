@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.data.jsonl import Row
+from ratchet.data.jsonl import Row, names
+from ratchet.data.selection import number_in
 from ratchet.data.tables import Table
 from ratchet.errors import DataError
 
@@ -28,7 +29,7 @@ class Trees:
             values = table.row(index).values
             absent = next((name for name in NAMED if name not in values), None)
             if absent is not None:
-                raise DataError(f"{table.where(index)}: no column '{absent}'; the row has {', '.join(values)}")
+                raise DataError(f"{table.where(index)}: no column '{absent}'; the row has {names(values)}")
             roles.append(values["role"] == "assistant")
             parent, rank = values["parent_id"], values.get("rank")
             if values.get("deleted"):
@@ -36,7 +37,11 @@ class Trees:
             if parent is None:
                 roots.append((index, values["message_id"]))
             else:
-                place = (float("inf") if rank is None else float(rank), index, values["message_id"])
+                place = (
+                    float("inf") if rank is None else number_in(rank, "rank", table.where(index)),
+                    index,
+                    values["message_id"],
+                )
                 children.setdefault(parent, []).append(place)
         found = (_best(root, children, roles) for root in roots)
         self.paths = [path for path in found if path]

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ratchet.errors import DataError
 from ratchet.evals.statistics import consensus, interval, pass_at_k
+from ratchet.inputs import read_json
 from ratchet.observe.files import replace_text
 from ratchet.types import Task
 
@@ -197,14 +198,14 @@ class Results:
         """path: of the file, or of its directory. Raises DataError."""
         path = path / RESULTS if path.is_dir() else path
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
+            given = read_json(path)
             if given["format"] != FORMAT:
                 raise DataError(f"{path} is of format {given['format']}, this version reads {FORMAT}: evaluate again")
             prompts = tuple(_prompt(row) for row in given["prompts"])
             return cls(prompts, given["passing"], given["seed"], given["about"])
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"{path} holds no results of `ratchet eval`: {type(error).__name__}: {error}") from error
 
 

@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from xxhash import xxh3_128
 
+from ratchet import inputs
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import CheckpointError, MissingDependency, ModelError
 from ratchet.models.files import atomic_path
 from ratchet.models.hf import Savable
 from ratchet.models.layout import PEFT
 from ratchet.models.lora import Adapter
+from ratchet.terminal import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # in peft's words
@@ -90,10 +92,14 @@ def load_adapter(directory: Path) -> Stored:
     from peft import PeftConfig
 
     try:
+        for name in (CONFIG, WEIGHTS):
+            inputs.require_file(directory / name)
+        if not isinstance(inputs.read_json(directory / CONFIG), dict):
+            raise ValueError(f"{CONFIG} holds no object")
         config: Any = PeftConfig.from_pretrained(str(directory))
         weights = load_file(directory / WEIGHTS)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+        reason = first_line(str(error))
         raise ModelError(f"{directory} is no adapter that peft reads ({CONFIG}, {WEIGHTS}): {reason}") from None
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ModelError(f"{directory} holds a {config.peft_type} adapter, and only LORA is known here")
@@ -104,7 +110,10 @@ def load_adapter(directory: Path) -> Stored:
         if not (name.startswith(PEFT) and name.endswith((".lora_A.weight", ".lora_B.weight"))):
             raise ModelError(f"{directory}: weight '{name}' is neither A nor B of a linear map: it is not plain LoRA")
     names = tuple(sorted({name.split(".")[-3] for name in weights}))
-    lora = LoRAConfig(rank=config.r, alpha=float(config.lora_alpha), target_modules=names, rslora=bool(config.use_rslora))
+    try:
+        lora = LoRAConfig(rank=config.r, alpha=float(config.lora_alpha), target_modules=names, rslora=bool(config.use_rslora))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ModelError(f"{directory / CONFIG} holds numbers that no adapter has: {first_line(str(error))}") from None
     return Stored(Adapter(lora, base=config.base_model_name_or_path or ""), names, weights)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -24,6 +23,7 @@ from ratchet.models import lora_transformers as on_transformers
 from ratchet.models.by_plan import REMEDY, Plan, divide
 from ratchet.models.collectives import Group, summed
 from ratchet.models.cost import Work
+from ratchet.models.foreign import reading
 from ratchet.models.hf import Savable, remove_stale_weights
 from ratchet.models.lora import Adapter
 from ratchet.models.lora_targets import chosen
@@ -69,15 +69,12 @@ class TransformersPolicy(PolicyModel):
     ) -> TransformersPolicy:
         """Raises ModelError where transformers can't read the directory."""
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        try:
+        with reading(directory, "a causal language model"):
             saved_config = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved_config)
             model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, use_safetensors=True, **options)
-        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ModelError(f"transformers can't load a causal language model from {directory}: {reason}") from None
-        nn.Module.to(model, device)
-        return cls(model, saved_config=saved_config)
+            nn.Module.to(model, device)
+            return cls(model, saved_config=saved_config)
 
     def find_backbone(self, model: PreTrainedModel) -> str:
         """The dotted path of the module whose output the head reads."""

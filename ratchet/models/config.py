@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.errors import ModelError
+from ratchet.models.config_json import ORIGINAL, SIZES, brief, check_types, is_number, stated_rope
 
-ORIGINAL = "original_max_position_embeddings"  # the context length before it was stretched
 ROPE_KEYS: Mapping[str, tuple[str, ...]] = {  # what each rope_type needs besides rope_theta
     "default": (),
     "linear": ("factor",),
@@ -115,15 +115,39 @@ class DecoderConfig:
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         if self.n_heads % self.n_kv_heads:
             raise ModelError(f"{self.n_heads} attention heads can't share {self.n_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ModelError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
-        keys = ROPE_KEYS.get(self.rope.get("rope_type", ""))
+        keys = ROPE_KEYS.get(str(self.rope.get("rope_type", "")))
         if keys is None or any(self.rope.get(key) is None for key in ("rope_theta", *keys)):
             known = "; ".join(f"{kind}: {', '.join(('rope_theta', *keys))}" for kind, keys in ROPE_KEYS.items())
-            raise ModelError(f"rope={dict(self.rope)} lacks a rope_type or a key of it; they are {known}")
+            raise ModelError(f"rope={brief(dict(self.rope))} lacks a rope_type or a key of it; they are {known}")
+        if wrong := next((key for key in ("rope_theta", *keys) if not is_number(self.rope[key]) or self.rope[key] <= 0), None):
+            raise ModelError(f"rope has {wrong}={brief(self.rope[wrong])}, must be a number above 0")
         self._check_experts()
+
+    def _check_sizes(self) -> None:
+        for name, (least, most) in SIZES.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ModelError(f"{name}={brief(value)} must be a whole number from {least} to {most}")
+        for name in ("norm_eps", "init_std"):
+            value = getattr(self, name)
+            if not is_number(value) or value < 0:
+                raise ModelError(f"{name}={brief(value)} must be a number of at least 0")
+        for name in ("qk_norm", "qkv_bias", "out_bias", "mlp_bias", "tied", "renormalise"):
+            if not isinstance(getattr(self, name), bool):
+                raise ModelError(f"{name}={brief(getattr(self, name))} must be true or false")
+        if not isinstance(self.rope, Mapping):
+            raise ModelError(f"rope={brief(self.rope)} must be a section with rope_type and rope_theta")
+        if not isinstance(self.family, str) or not (self.bos_id is None or type(self.bos_id) is int):
+            raise ModelError(f"family={brief(self.family)} must be a name, and bos_id={brief(self.bos_id)} a number or null")
+        for name in ("eos_ids", "dense_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+                raise ModelError(f"{name}={brief(value)} must be a list of whole numbers")
 
     def _check_experts(self) -> None:
         sparse = [name for name, family in FAMILIES.items() if family.sparse]
@@ -171,7 +195,7 @@ class DecoderConfig:
             norm_eps=float(hf.get("rms_norm_eps", family.norm_eps)),
             init_std=float(hf.get("initializer_range", 0.02)),
             rope=_rope(hf, family),
-            bos_id=hf.get("bos_token_id", family.bos_id),
+            bos_id=None if (bos := hf.get("bos_token_id", family.bos_id)) is None else int(bos),
             eos_ids=_ids((generation or {}).get("eos_token_id")) or _ids(hf.get("eos_token_id", family.eos_id)),
             **_experts(hf, family),
         )
@@ -241,10 +265,14 @@ class DecoderConfig:
 
 
 def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
-    """Why the built-in decoder can't run the model of a `config.json`; None when it can."""
+    """Why the built-in decoder can't run the model of a `config.json`; None when it can.
+
+    Raises ModelError where it holds something else than a number, a list or an object where one belongs.
+    """
     model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
-        return f"model_type '{model_type}' is not one of {', '.join(FAMILIES)}"
+        return f"model_type '{model_type:.80}' is not one of {', '.join(FAMILIES)}"
+    check_types(hf)
     sparse = FAMILIES[model_type].sparse
     if missing := [key for key in (*REQUIRED, *([sparse.size_key] if sparse else [])) if hf.get(key) is None]:
         return f"its config.json says nothing about {', '.join(missing)}"
@@ -303,7 +331,7 @@ def _experts(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope_reason(hf: Mapping[str, Any]) -> str | None:
-    stated = _stated_rope(hf)
+    stated = stated_rope(hf)
     if any(isinstance(value, Mapping) for value in stated.values()):
         return "its rotary embedding differs between layers (nested rope_parameters)"
     kind = stated.get("rope_type", stated.get("type", "default"))
@@ -316,24 +344,22 @@ def _rope_reason(hf: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _stated_rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-
-
 def _rope(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """`rope_parameters` as transformers 5 writes them, from these or from the older `rope_theta` + `rope_scaling`."""
-    rope = {key: value for key, value in _stated_rope(hf).items() if key != "type"}
-    rope["rope_type"] = _stated_rope(hf).get("rope_type", _stated_rope(hf).get("type", "default"))
+    rope = {key: value for key, value in stated_rope(hf).items() if key != "type"}
+    rope["rope_type"] = stated_rope(hf).get("rope_type", stated_rope(hf).get("type", "default"))
     rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta)
     if ORIGINAL in ROPE_KEYS[rope["rope_type"]]:
         rope[ORIGINAL] = int(hf.get(ORIGINAL) or rope.get(ORIGINAL) or hf.get("max_position_embeddings", family.max_positions))
     return rope
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _ids(value: Any) -> tuple[int, ...]:
+    """Raises ModelError for what is neither an id nor a list of ids."""
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(type(one) is int for one in ids):
+        raise ModelError(f"eos_token_id={brief(value)} must be a number, or a list of numbers")
+    return ids
 
 
 def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:

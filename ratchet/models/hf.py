@@ -6,7 +6,6 @@ are *views*: consecutive rows of the fused ones, so that nothing is copied to se
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +16,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ratchet import inputs
 from ratchet.errors import ModelError
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.files import atomic_path, write_json
 from ratchet.models.layout import pieces, shards
+from ratchet.models.memory import require_memory
 from ratchet.models.parts import WHOLE, Part
 from ratchet.models.quantised import Quantised
+from ratchet.stores import stays_inside
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
@@ -77,12 +79,14 @@ def some(names: list[str]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ModelError where the file is absent or not a JSON object."""
+    """Raises ModelError where the file is absent, no plain file, or not a JSON object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = inputs.read_json(path)
     except FileNotFoundError:
         raise ModelError(f"{path.parent} is no model directory: it has no {path.name}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
         raise ModelError(f"{path} can't be read: {error}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object")
@@ -106,8 +110,12 @@ class WeightFiles:
     def find(cls, directory: Path) -> WeightFiles:
         """Raises ModelError where there are none, or where the index names a file that isn't there."""
         if (directory / INDEX).exists():
-            files: dict[str, str] = read_json(directory / INDEX).get("weight_map", {})
+            files: Any = read_json(directory / INDEX).get("weight_map", {})
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise ModelError(f"{directory / INDEX} has no weight_map of names of files: copy it from the original model")
             for file in sorted(set(files.values())):
+                if not stays_inside(file):
+                    raise ModelError(f"{directory / INDEX} names the file '{file:.80}', which lies outside of the directory")
                 if not (directory / file).exists():
                     raise ModelError(f"{directory} is incomplete: {INDEX} names {file}, which isn't there")
             return cls(directory, files)
@@ -151,7 +159,10 @@ class WeightFiles:
 
 def _open(path: Path) -> Any:
     try:
+        inputs.require_file(path)
         return safe_open(path, framework="pt", device="cpu")
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise ModelError(f"{path} is damaged or no safetensors file: {error}") from None
 
@@ -186,7 +197,9 @@ def _without_tied_copy(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) 
 
 
 def empty_decoder(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str, part: Part = WHOLE) -> Decoder:
-    """Weights are uninitialised memory, taken once."""
+    """Weights are uninitialised memory, taken once. Raises ModelError where a whole model's are more than the device holds."""
+    if part == WHOLE:
+        require_memory(config, dtype, device)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel
 
 from ratchet.errors import ModelError
+from ratchet.models.foreign import reading
 from ratchet.types import Medium
 
 PROBE_SIDES = ((64, 96), (96, 32))  # pixels of images that a processor scales as it likes
@@ -63,11 +64,8 @@ def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
     encode = getattr(model.base_model, "get_image_features", None)
     if encode is None or getattr(model.config, "image_token_id", None) is None:
         return []
-    try:
+    with reading(directory, "the image processor"):
         process = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"transformers can't read the image processor in {directory}: {reason}") from None
     media: list[Medium] = []
     for number, (height, width) in enumerate(PROBE_SIDES):
         pixels = np.arange(height * width * 3, dtype=np.int64).reshape(height, width, 3) * (number + 7) % 251

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
@@ -26,6 +25,7 @@ from ratchet.models.auto import TransformersPolicy, close, repeated, without_dro
 from ratchet.models.by_plan import Plan
 from ratchet.models.cost import Work
 from ratchet.models.files import atomic_path
+from ratchet.models.foreign import reading
 from ratchet.models.hf import Savable
 from ratchet.models.load import Towers
 from ratchet.models.lora import Adapter
@@ -80,15 +80,12 @@ class VisionPolicy(TransformersPolicy):
         towers: Towers = "frozen",
     ) -> Self:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        try:
+        with reading(directory, "a model of images and text"):
             saved = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved)
             model = AutoModelForMultimodalLM.from_pretrained(
                 directory, config=config, dtype=dtype, use_safetensors=True, **options
             )
-        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ModelError(f"transformers can't load a model of images and text from {directory}: {reason}") from None
         nn.Module.to(model, device)
         files = {name: (directory / name).read_bytes() for name in PROCESSOR_FILES if (directory / name).is_file()}
         probes = probe_images(directory, model) if files else []

@@ -9,13 +9,15 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
+from ratchet.terminal import make_console
+
 
 def lasting_console() -> Console:
     """Return a console on standard output that goes on, silently, when nothing reads it any more.
 
     A terminal that was closed answers a write with EIO, a pipe with EPIPE; neither is a reason to lose a step.
     """
-    return Console(file=cast("IO[str]", _Lasting(sys.stdout)))
+    return make_console(cast("IO[str]", _Lasting(sys.stdout)))
 
 
 class _Lasting:

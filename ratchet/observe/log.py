@@ -11,8 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ratchet.terminal import visible
+
 # Model text, environment errors and tracebacks end up in the log: what steers a terminal must not reach one through it.
-_INERT = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 class UtcFormatter(logging.Formatter):
@@ -25,7 +26,7 @@ class UtcFormatter(logging.Formatter):
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).translate(_INERT).replace("\n", "\n    ")
+        return visible(super().format(record)).replace("\n", "\n    ")
 
 
 class ConsoleHandler(logging.Handler):
@@ -36,7 +37,7 @@ class ConsoleHandler(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"{record.levelname.lower()}: {record.getMessage()}".translate(_INERT)
+        line = visible(f"{record.levelname.lower()}: {record.getMessage()}")
         line = line.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
         self.console.print(Text(line, style="yellow" if record.levelno < logging.ERROR else "red"), soft_wrap=True)
 

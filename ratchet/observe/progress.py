@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from ratchet.terminal import make_console
+
 Mode = Literal["auto", "live", "plain", "off"]
 Observer = Callable[[int, Mapping[str, float | None]], None]
 
@@ -143,7 +145,7 @@ def show_progress(
 
     first_step: steps done before (of earlier stages, or before a resume). every: steps between two plain lines.
     """
-    console = console or Console()
+    console = console or make_console()
     track = Track(stage, first_step, last_step, clock)
     if mode == "off":
         yield track.observe

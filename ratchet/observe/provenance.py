@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ratchet.inputs import read_json
 from ratchet.observe.files import replace_text
 from ratchet.observe.summary import installed_versions
 
@@ -47,6 +48,6 @@ def _commit() -> str | None:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):  # of an earlier Ratchet, or changed by hand: what holds now is noted all the same
         return []

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from xxhash import xxh3_64
 
 from ratchet.errors import DataError
+from ratchet.inputs import parse_json
 from ratchet.observe.record_groups import groups_of
 from ratchet.observe.record_media import MEDIA, read_media
 from ratchet.observe.record_schema import ADDED, SCALARS, SCHEMA
@@ -75,7 +76,7 @@ def read_index(directory: Path) -> list[RecordFile]:
 
 def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
     try:
-        body = json.loads(line)
+        body = parse_json(line)
         if body.pop("check") != _check(body):
             raise ValueError("its checksum does not match")
         steps = tuple(StepFacts(**facts) for facts in body.pop("steps"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ratchet import faults
+from ratchet.inputs import parse_json
 from ratchet.observe.files import AppendFile, replace_text
 from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
@@ -99,7 +100,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
-            row = json.loads(line, parse_constant=_refuse)
+            row = parse_json(line, parse_constant=_refuse)
         except ValueError:  # torn by a crash, or not UTF-8
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and (not rows or row["step"] > rows[-1]["step"]):

@@ -7,7 +7,6 @@ Rezatofighi et al. (2019), arXiv:1902.09630, algorithm 1.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ratchet.config.media import MediaLimits
 from ratchet.data.media import check
 from ratchet.data.parts import media_of
 from ratchet.errors import DataError
+from ratchet.inputs import parse_json
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.config import BoundingBoxConfig
 from ratchet.rewards.extract import marked_answer
@@ -94,7 +94,7 @@ class BoundingBox(FinalAnswer):
 
     def _gold(self, task: Task) -> Box:
         try:
-            values: Any = json.loads(task.answer) if isinstance(task.answer, str) else task.answer
+            values: Any = parse_json(task.answer) if isinstance(task.answer, str) else task.answer
             one, two, three, four = map(float, values)
         except (TypeError, ValueError):
             raise DataError(f"{task.where}: its answer {str(task.answer)[:100]!r} is no box [x1, y1, x2, y2]") from None

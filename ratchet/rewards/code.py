@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ratchet.config.kinds import construct
 from ratchet.errors import DataError
+from ratchet.inputs import parse_json
 from ratchet.rewards.base import AnswerReward
 from ratchet.rewards.code_function import LIMITED, FunctionJudge, FunctionTask
 from ratchet.rewards.code_text import program_of, right_output
@@ -116,7 +116,7 @@ def _row(answer: Any) -> Mapping[str, Any]:
 def _parsed(value: Any) -> Any:
     if isinstance(value, str):
         try:
-            return json.loads(value)
+            return parse_json(value)
         except ValueError:
             return None
     return value

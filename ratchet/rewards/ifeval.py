@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from ratchet.errors import DataError, MissingDependency
+from ratchet.inputs import parse_json
 from ratchet.rewards.base import AnswerReward, Verdict
 from ratchet.rewards.config import IFEvalConfig
 from ratchet.rewards.instructions import follows
@@ -63,7 +63,7 @@ def instructions_of(task: Task) -> tuple[Sequence[str], Sequence[Mapping[str, An
 def _row(answer: Any) -> Mapping[str, Any]:
     if isinstance(answer, str):
         try:
-            answer = json.loads(answer)
+            answer = parse_json(answer)
         except ValueError:
             return {}
     return answer if isinstance(answer, Mapping) else {}

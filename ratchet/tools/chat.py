@@ -13,13 +13,14 @@ from rich.console import Console
 from ratchet.errors import DataError
 from ratchet.experience.seeds import seed_for
 from ratchet.stage import Policy
+from ratchet.terminal import make_console
 from ratchet.tools.target import open_target
 from ratchet.types import Message, Sampling
 
 
 def chat_with(path: Path, *, prompts: Sequence[str], temperature: float, max_new_tokens: int, seed: int) -> None:
     """Answers each of `prompts` in one conversation; without any, asks the terminal until it has no more to say."""
-    console = Console()
+    console = make_console()
     policy = open_target(path).policy
     sampling = policy.ends(Sampling(temperature=temperature, max_new_tokens=max_new_tokens))
     messages: list[Message] = []

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ratchet import inputs
 from ratchet.checkpoint.forms import FORMS, READABLE, Config, Entry, Record, Weights, form_of
 from ratchet.checkpoint.merged import with_adapter
 from ratchet.errors import CheckpointError, ConfigError, ModelError
@@ -65,9 +66,9 @@ class File:
     def records(self) -> list[Record] | None:
         """None where it is not there yet, or not as a whole."""
         try:
-            note = json.loads(self.note.read_bytes())
+            note = inputs.read_json(self.note)
             return note["records"] if self.path.stat().st_size == note["size"] else None
-        except (OSError, ValueError):
+        except (OSError, ValueError, LookupError, TypeError):
             return None
 
     def forget(self) -> None:
@@ -157,12 +158,19 @@ def _fingerprint(stored: StoredModel) -> dict[str, Any]:
     return {**found, "adapter": {"scale": stored.adapter.adapter.lora.scale, "weights": weights}}
 
 
+def _plan_in(path: Path) -> Any:
+    try:
+        return inputs.read_json(path)
+    except (OSError, ValueError):  # cut off: then it is no plan that this one equals
+        return None
+
+
 def _settle(work: Path, plan: Mapping[str, Any]) -> None:
     """What was begun here must be the same."""
     path = work / WORK / "plan.json"
     if not path.exists():
         write_json(path, plan)
-    elif json.loads(path.read_bytes()) != json.loads(json.dumps(plan)):
+    elif _plan_in(path) != json.loads(json.dumps(plan)):
         raise CheckpointError(
             f"{work} was begun from another source or adapter, with another --to, or the source has changed since: delete it "
             "to begin anew"

@@ -7,12 +7,12 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ratchet.executors.machine import usable_cores
 from ratchet.kernels.build import library
+from ratchet.terminal import make_console
 
 # What each package is for, by the extra that brings it; the core ones come with Ratchet itself.
 PURPOSES = {
@@ -52,7 +52,7 @@ def installed(package: str) -> str:
 
 def report() -> int:
     """Prints the table; returns 1 when a core package is missing, else 0."""
-    console = Console()
+    console = make_console()
     table = Table("package", "version", "for")
     missing_core = False
     for package, (extra, purpose) in PURPOSES.items():

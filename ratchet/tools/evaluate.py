@@ -42,6 +42,7 @@ from ratchet.rewards.config import EndpointConfig
 from ratchet.rewards.http import Endpoint
 from ratchet.stage import Arena, Plan, Policy
 from ratchet.stores import fetch_directory, is_address
+from ratchet.terminal import make_console
 from ratchet.tools.places import model_of
 from ratchet.tools.target import Target, checkpoint_of, open_target, require_config
 from ratchet.types import Sampling
@@ -87,7 +88,7 @@ class Evaluation:
 def evaluate_target(target: str, evaluation: Evaluation, *, against: str | None = None, out: Path | None = None) -> None:
     """Prints what was found, and writes it into a directory: `out`, or a new one beside the run. Either of the two may be the
     results of an earlier evaluation. Raises ConfigError, and RatchetError where no attempt could be judged."""
-    console = Console()
+    console = make_console()
     target, against = _read_here(target), against and _read_here(against)
     found = _results(target, evaluation)
     if isinstance(found, ScoreLoss):

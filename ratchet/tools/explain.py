@@ -16,6 +16,7 @@ from rich.text import Text
 from ratchet.data.tokenizer import Tokenizer
 from ratchet.errors import ConfigError
 from ratchet.learners.local import LocalLearner
+from ratchet.terminal import make_console
 from ratchet.tools.influence import GroupShare, Influence, Influences, TokenPull
 from ratchet.tools.replaying import Played, Replay
 from ratchet.types import Group
@@ -30,7 +31,7 @@ def explain_step(path: Path, step: int, *, role: str = "policy", top: int = 10, 
     played, influence = asyncio.run(influences(replay, step, role=role, most=top))
     assert replay.policy is not None, "the step was played"
     found = explained(played, influence, replay.policy.tokenizer, role=role, top=top)
-    console = Console()
+    console = make_console()
     if as_json:
         console.out(json.dumps(found), highlight=False)
     else:

@@ -31,10 +31,10 @@ from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
 from ratchet.experience.sources import StreamSource
 from ratchet.experience.tasks import TaskStream
 from ratchet.interfaces import Compares, Environment, Judges, OffersTools, Steps
+from ratchet.terminal import make_console, visible
 from ratchet.types import Split, Task, Trajectory
 
 ROLES = {"pairs": ("chosen", "rejected"), "labelled": ("answer",), "steps": ("answer",), "rows": ("row",)}
-VISIBLE = {code: f"\\x{code:02x}" for code in range(32) if chr(code) not in "\n\t"}  # what could command a terminal
 QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 
 
@@ -107,7 +107,7 @@ def inspect(
         answer = {"rows": [one.as_json(data.renderer) for one in first], "lengths": lengths(shown)}
         sys.stdout.write(json.dumps(answer) + "\n")
     else:
-        _show(Console(), first, shown, data.renderer)
+        _show(make_console(), first, shown, data.renderer)
 
 
 def _once(tasks: Iterator[Task]) -> Iterator[Task]:
@@ -232,6 +232,6 @@ def _coloured(one: Shown, renderer: Renderer, *, marks: bool) -> Text:
     """marks: brackets too, where colours are lost."""
     text = Text()
     for trains, start, end in one.spans():
-        said = renderer.tokenizer.decode(one.tokens[start:end], skip_special=False).translate(VISIBLE)
+        said = visible(renderer.tokenizer.decode(one.tokens[start:end], skip_special=False))  # rich drops a bell
         text.append(f"⟦{said}⟧" if trains and marks else said, style="bold green" if trains else "dim")
     return text

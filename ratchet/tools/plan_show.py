@@ -18,6 +18,7 @@ from ratchet.errors import ConfigError
 from ratchet.executors.machine import freeze
 from ratchet.models.cost import Cost
 from ratchet.observe.files import replace_text
+from ratchet.terminal import make_console
 from ratchet.tools.accelerators import ClusterSpec
 from ratchet.tools.plan import (
     Device,
@@ -58,7 +59,7 @@ def show_plan(
     if as_json:
         Console(soft_wrap=True).print_json(json.dumps(numbers))
         return
-    console = Console()
+    console = make_console()
     console.print(f"{config.name}: {cost.parameters:,} parameters, {cost.multiplied:,} of them multiplied with each token")
     for plan, tried, divided in found:
         _show(console, plan, tried, divided, spec)

@@ -19,6 +19,7 @@ from ratchet.observe.metrics import OF_THE_MACHINE
 from ratchet.observe.record_schema import LEARNED
 from ratchet.observe.sinks import read_jsonl
 from ratchet.temporary import TemporaryFolder
+from ratchet.terminal import make_console
 from ratchet.tools.replaying import Played, Replay, changed_config
 
 NOT_EQUAL = 1  # the exit status
@@ -56,7 +57,7 @@ class Verdict:
 
 def replay_steps(path: Path, steps: Sequence[int], *, changes: Sequence[str] = (), as_json: bool = False) -> int:
     """Prints what came of each step, in increasing order. Returns the exit status: 0 where all were bit-equal, else 1."""
-    console = Console()
+    console = make_console()
     equal = True
 
     async def run() -> None:

@@ -18,6 +18,7 @@ from ratchet.errors import RunDirectoryError
 from ratchet.observe.progress import duration
 from ratchet.observe.sinks import read_jsonl
 from ratchet.stores import is_address
+from ratchet.terminal import make_console
 from ratchet.tools.places import record_of, runs_at
 
 
@@ -81,7 +82,7 @@ def list_runs(place: str | Path, *, as_json: bool) -> None:
         accuracy = "-" if row.accuracy is None else f"{row.accuracy:.3f}"
         step = f"{row.step:,} of {row.steps:,}"
         table.add_row(Text(row.path), row.state, step, duration(row.seconds), accuracy, f"{row.checkpoints / 2**20:,.1f} MiB")
-    Console().print(table)
+    make_console().print(table)
 
 
 def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
@@ -92,7 +93,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    console = Console(soft_wrap=True)
+    console = make_console(soft_wrap=True)
     for comparison in found:
         console.print(f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False)
         for line in comparison["recipe"] or ["the recipes are the same"]:
@@ -130,7 +131,7 @@ def _last(rows: dict[int, dict[str, Any]], name: str) -> float | None:
 def prune_runs(place: Path, *, keep: int, really: bool) -> None:
     """Removes checkpoints but the newest `keep` of each run that is not under way. Those stay that the recipe protects: its
     best ones, and those at the steps that it names."""
-    console = Console(soft_wrap=True)
+    console = make_console(soft_wrap=True)
     freed = 0
     for run in runs_in(place):
         if run.held:

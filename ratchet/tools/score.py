@@ -25,6 +25,7 @@ from ratchet.data.jsonl import TYPE_NAMES, each_line
 from ratchet.errors import ConfigError, DataError
 from ratchet.interfaces import Reward
 from ratchet.rewards.compose import composed
+from ratchet.terminal import make_console
 from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
 
 AHEAD = 64  # rows in memory for each that is judged at once: a slow one holds up what is written, not what is judged
@@ -101,7 +102,7 @@ async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, worker
         else:
             summary.add(score)
     if not as_json:
-        summary.show(Console())
+        summary.show(make_console())
 
 
 async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:

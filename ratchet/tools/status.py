@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.errors import RunDirectoryError
+from ratchet.inputs import read_json
 from ratchet.observe.files import replace_text
 from ratchet.observe.waits import answer_status, ask_status, shown_on_signal
 from ratchet.temporary import TemporaryFolder
@@ -51,14 +52,17 @@ def status_of(path: Path) -> str:
     if not directory.used:
         raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
     try:
-        where = json.loads(directory.status.read_text(encoding="utf-8"))
+        where = read_json(directory.status)
+        host, socket_path, process = str(where["host"]), str(where["socket"]), where["pid"]
     except FileNotFoundError:
         raise RunDirectoryError(f"no run is under way in {path}") from None
-    if where["host"] != socket.gethostname():
-        raise RunDirectoryError(f"the run in {path} is under way on {where['host']}: ask there")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunDirectoryError(f"{directory.status} says nothing of a run: {error}; remove it") from error
+    if host != socket.gethostname():
+        raise RunDirectoryError(f"the run in {path} is under way on {host}: ask there")
     try:
-        return ask_status(where["socket"])
+        return ask_status(socket_path)
     except OSError as error:
         raise RunDirectoryError(
-            f"process {where['pid']}, whose run is in {path}, does not answer ({error}): it is stopped, or was killed"
+            f"process {process}, whose run is in {path}, does not answer ({error}): it is stopped, or was killed"
         ) from error

@@ -20,19 +20,25 @@ class MazeConfig(Section):
     width: int = 4
 
 
-class Maze:
+class Playable:
+    """The methods that a class needs to stand for an environment."""
+
+    tasks = reset = step = close = None
+
+
+class Maze(Playable):
     Config = MazeConfig
 
     def __init__(self, config: MazeConfig) -> None:
         self.config = config
 
 
-class Annotated:
+class Annotated(Playable):
     def __init__(self, config: MazeConfig) -> None:
         self.config = config
 
 
-class Plain:
+class Plain(Playable):
     def __init__(self, width: int, height: int = 3, *, name: str = "x") -> None:
         self.width, self.height, self.name = width, height, name
 

@@ -291,11 +291,11 @@ def test_null_switches_off_what_may_be_off(write):
 def test_files_that_are_no_recipe(write, tmp_path):
     assert "is empty: a recipe needs" in refusal(write("# nothing\n"))
     assert "must hold keys and values (`model: ...`), not a list" in refusal(write("- 1\n"))
-    assert "not just 'words'" in refusal(write("words\n"))
-    assert "recipe.yaml:2: is not YAML" in refusal(write("a: [1\nb: 2\n"))
+    assert "not a single value" in refusal(write("words\n"))
+    assert "recipe.yaml:2, column 2: is not YAML: expected ',' or ']', but got ':'" in refusal(write("a: [1\nb: 2\n"))
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"name: caf\xe9\n")
-    assert "latin.yaml is not UTF-8 text (byte 9)" in refusal(latin)
+    assert "latin.yaml is not UTF-8 text: byte 0xe9 at offset 9, in line 1: save it as UTF-8" in refusal(latin)
     assert "is a directory" in refusal(tmp_path)
     assert "an anchor contains itself" in refusal(write("a: &x {b: *x}\n"))
 

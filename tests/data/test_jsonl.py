@@ -57,7 +57,7 @@ MALFORMED = [
     (b"\xef\xbb\xbfoops", ", line 1 col 1: malformed JSON: Expecting value"),
     (b'{"question": "q", "answer": NaN}', ", line 1: malformed JSON: NaN is not a JSON number"),
     (b'{"question": "q", "question": "r"}', ", line 1: malformed JSON: key 'question' appears twice in one object"),
-    (b"[" * 100_000, ", line 1: malformed JSON: nested too deeply"),
+    (b"[" * 100_000, ", line 1: malformed JSON: nested more than 100 deep"),
     (b'["question", "answer"]', ', line 1: holds an array, must be an object such as {"key": ...}'),
     (b"null", ', line 1: holds null, must be an object such as {"key": ...}'),
     (b'"question"', ', line 1: holds a string, must be an object such as {"key": ...}'),
@@ -95,7 +95,7 @@ def test_an_integer_of_thousands_of_digits_is_an_error_that_names_the_line(tmp_p
 def test_unreadable_files_are_data_errors(tmp_path):
     with pytest.raises(DataError, match=r"absent.jsonl: can't be read: No such file or directory"):
         list(read_jsonl(tmp_path / "absent.jsonl"))
-    with pytest.raises(DataError, match="can't be read: Is a directory"):
+    with pytest.raises(DataError, match="can't be read: it is a directory"):
         list(read_jsonl(tmp_path))
     with pytest.raises(DataError, match=r"absent.jsonl: can't be read"):
         fingerprint(tmp_path / "absent.jsonl")

@@ -77,7 +77,7 @@ def test_a_bad_row_costs_itself_alone(score):
         ("[1]", "holds an array"),
         ('{"response": "a", "response": "b"}', "appears twice"),
         ('{"response": NaN}', "NaN is not a JSON number"),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "nested more than 100 deep"),
         ({"prompt": "x"}, "no column 'response' (nor 'messages'); the row has prompt"),
         ({"response": 5}, "column 'response' is an integer, must be a string"),
         ({"response": None}, "column 'response' is null"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any, get_args
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.errors import RunDirectoryError
 from ratchet.experience.ledger import Event
+from ratchet.inputs import read_json
 from ratchet.tools.report.metrics import MetricsFile
 from ratchet.tools.report.predicted import predicted
 from ratchet.tools.report.rollouts import Rollouts
@@ -120,7 +120,7 @@ def named(paths: Sequence[Path]) -> list[RunReader]:
 
 def _json(path: Path, default: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):  # not there, or just being removed
         return default
 

@@ -1,0 +1,132 @@
+"""Files and JSON that come from elsewhere, read within bounds: a recipe, a row or a model directory may be anything.
+
+Everything here raises OSError or ValueError, which each reader turns into an error of its own that names the file.
+Free of everything but the standard library.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MiB
+MAX_TEXT_BYTES = 4 << 20  # a chat template; the longest published one has 20 KiB
+MAX_DEPTH = 100  # of objects and arrays: code that walks a value recursively breaks on a few hundred
+KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a plain file for reading, links followed. A pipe or a device, which may never end, is refused without reading it.
+
+    Raises OSError, whose `strerror` says what the path is where it is no plain file.
+    """
+    try:
+        _require_plain(path, os.stat(path).st_mode)
+    except ValueError as error:  # a null character, say
+        raise OSError(errno.EINVAL, f"it is no name of a file ({error})", str(path)) from None
+    # Without O_NONBLOCK the opening of a pipe that takes the file's place in between would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_plain(path, os.fstat(descriptor).st_mode)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def require_file(path: str | Path) -> None:
+    """Raise OSError, as `open_file` does, for what a library could not open as a plain file."""
+    open_file(path).close()
+
+
+def _require_plain(path: str | Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in KINDS if is_kind(mode)), "no file")
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(number, f"it is {kind}, and must be a plain file", str(path))
+
+
+def read_bytes(path: str | Path, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Read a whole plain file. Raises OSError for one of more than `limit` bytes too."""
+    with open_file(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it holds more than {size_text(limit)}", str(path))
+    return content
+
+
+def read_text(path: str | Path, limit: int = MAX_TEXT_BYTES) -> str:
+    """Read a whole plain file of UTF-8. Raises OSError, and ValueError naming the first byte that is none."""
+    return decode(read_bytes(path, limit)).replace("\r\n", "\n")
+
+
+def decode(content: bytes) -> str:
+    """Decode UTF-8, with or without a byte order mark. Raises ValueError naming line and offset of the first wrong byte."""
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
+        raise ValueError(f"is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}, in line {line}") from None
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes as "256 KiB", "64 MiB" or "1 GiB"."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << shift:
+            return f"{size / (1 << shift):g} {unit}"
+    return f"{size} bytes"
+
+
+# --- JSON
+
+
+def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
+    """Read a file of JSON within a bound of bytes and of depth. Raises OSError or ValueError."""
+    return parse_json(decode(read_bytes(path, limit)))
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    parse_constant: Callable[[str], Any] | None = None,
+) -> Any:
+    """Parse JSON. Raises ValueError (as JSONDecodeError where it is malformed), also for more than MAX_DEPTH levels and for a
+    whole number with more digits than Python reads (4,300)."""
+    if isinstance(text, bytes):
+        text = decode(text)
+    try:
+        value = json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
+    except RecursionError:
+        _refuse_depth()
+    # Counting brackets is quick and settles it for most texts.
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
+        _refuse_depth()
+    return value
+
+
+def _refuse_depth() -> NoReturn:
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+def is_deeper(value: object, depth: int) -> bool:
+    """Return True if dicts and lists lie within each other more than `depth` deep. Walks level by level, without recursion."""
+    level: list[Any] = [value]
+    for _ in range(depth + 1):
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return False
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return True

@@ -1,0 +1,83 @@
+"""Text of others as a terminal may show it: data, a model's answer, a file's name or a key of a recipe may hold anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def visible(text: str) -> str:
+    """Return `text` with each character that could command a terminal, or turn what follows around, as its code.
+
+    Line ends and tabs stay. Replaced are the other control characters (C0, DEL, C1), line and paragraph separators, marks of
+    direction (Unicode TR9), invisible joiners at which texts look alike, and halves of surrogate pairs.
+    """
+    return text if text.isascii() and text.isprintable() else text.translate(_CODES)
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return `text` cut to `limit` characters, with a mark where something is left out."""
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
+
+
+def first_line(text: str, limit: int = 400) -> str:
+    """Return the first line with something in it, cut to `limit`: what a library's error says of a file."""
+    return shortened(next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given"), limit)
+
+
+def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:
+    """Make a console of rich that escapes whatever is printed on it, in tables too; styles and rich's own controls pass.
+
+    file: Where it prints; None: standard output.
+    """
+    from rich.console import Console, ConsoleRenderable, RenderHook
+    from rich.segment import Segment
+
+    class Escaped:
+        def __init__(self, inner: ConsoleRenderable) -> None:
+            self.inner = inner
+
+        def __rich_console__(self, console: Console, options: Any) -> Iterable[Segment]:
+            for segment in console.render(self.inner, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    class Escape(RenderHook):
+        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+            return [Escaped(each) for each in renderables]
+
+    console = Console(file=file, soft_wrap=soft_wrap)
+    console.push_render_hook(Escape())
+    return console
+
+
+class _Codes(dict[int, str | int]):
+    """A table for `str.translate`, which fills itself."""
+
+    def __missing__(self, point: int) -> str | int:
+        code = _code(point) if _is_hidden(point) else point
+        self[point] = code
+        return code
+
+
+def _is_hidden(point: int) -> bool:
+    return (
+        (point < 32 and point not in (9, 10))
+        or 0x7F <= point <= 0x9F
+        or point in (0x061C, 0x2028, 0x2029, 0xFEFF)
+        or point in (0x200B, 0x200E, 0x200F)  # not the joiners between, which Persian and emoji need
+        or 0x202A <= point <= 0x202E
+        or 0x2060 <= point <= 0x206F
+        or 0xD800 <= point <= 0xDFFF
+        or 0xFFF9 <= point <= 0xFFFB
+        or 0xE0000 <= point <= 0xE007F
+    )
+
+
+def _code(point: int) -> str:
+    return f"\\x{point:02x}" if point < 256 else f"\\u{point:04x}" if point < 65536 else f"\\U{point:08x}"
+
+
+_CODES = _Codes()
