@@ -124,7 +124,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "closed at a deadline, the oldest first; others are answered meanwhile; no traceback, no 500",
         ),
         "S16": ("a page of another site that asks a server without a key", "refused by its Host or Origin"),
-        "S17": ("a run of any length, or numbers that no axis holds, in the dashboard", "memory is bounded; left out of the chart"),
+        "S17": (
+            "a run of any length, or numbers that no axis holds, in the dashboard",
+            "memory is bounded; left out of the chart",
+        ),
     },
 }
 ROWS: dict[str, tuple[str, str]] = {name: row for rows in GROUPS.values() for name, row in rows.items()}
