@@ -87,17 +87,20 @@ def hold() -> None:
 
 
 @contextmanager
-def stops_on_signals(ask: Callable[[signal.Signals], object]) -> Iterator[None]:
+def stops_on_signals(ask: Callable[[signal.Signals], object], *, forwarded: bool = False) -> Iterator[None]:
     """Call `ask` with the first SIGINT, SIGTERM or SIGHUP that arrives in the block; raise SecondSignal for a second.
 
     SIGHUP never counts as the second: a closed terminal sends several, and service managers send one after SIGTERM. Nor does
     the first SIGINT or SIGTERM after it. Where SIGHUP was ignored before (`nohup`), it stays ignored.
+
+    forwarded: no signal counts as the second, because the parent sends on what this process may have got itself, as torchrun
+    does under Slurm. It also kills what does not end.
     """
     asked, deliberate = False, False
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal asked, deliberate
-        if number in DELIBERATE:
+        if number in DELIBERATE and not forwarded:
             if deliberate:
                 raise SecondSignal(number)
             deliberate = True

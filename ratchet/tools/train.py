@@ -133,11 +133,19 @@ def _numbered(path: Path) -> Path:
 
 
 class _StopAfterStep(StopRequest):
-    """A request that a signal makes: the loop finishes its step and saves."""
+    """A request that a signal makes: the loop finishes its step and saves.
+
+    forwarded: as `stops_on_signals` has it.
+    """
+
+    def __init__(self, *, forwarded: bool) -> None:
+        super().__init__()
+        self.forwarded = forwarded
 
     def make(self, number: signal.Signals) -> None:
         self.status = 128 + number
-        log.warning("%s: finishing this step, then saving; Ctrl-C or SIGTERM to stop at once", number.name)
+        again = "" if self.forwarded else "; Ctrl-C or SIGTERM to stop at once"
+        log.warning("%s: finishing this step, then saving%s", number.name, again)
 
 
 class Session:
@@ -171,9 +179,10 @@ class Session:
 
     async def run(self) -> int:
         prepare_process(self.config.threads)
-        stop = _StopAfterStep()
+        stop = _StopAfterStep(forwarded=Launched.here() is not None)
         logged = log_to(self.directory.log, console=self.console)
-        with logged, stops_on_signals(stop.make), answers_status(self.directory):
+        signals = stops_on_signals(stop.make, forwarded=stop.forwarded)
+        with logged, signals, answers_status(self.directory):
             log.info("%s", self.command)
             for left in sweep():
                 log.info("removed %s, which a killed process has left", left)

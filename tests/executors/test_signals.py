@@ -84,6 +84,15 @@ def test_only_a_second_deliberate_signal_ends_at_once(numbers, at_once):
     assert asked == [numbers[0]]
 
 
+def test_what_torchrun_sends_on_is_no_second_signal():
+    """Under Slurm a rank gets the same SIGTERM from the scheduler and from torchrun."""
+    asked = []
+    with stops_on_signals(asked.append, forwarded=True):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+    assert asked == [signal.SIGTERM]
+
+
 def test_nohup_stays_in_force():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     asked = []
