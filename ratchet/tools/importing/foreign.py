@@ -17,15 +17,37 @@ import yaml
 from ratchet.errors import ConfigError
 
 Dialect = Literal["omegaconf", "yaml"]
-MAX_VALUES = 100_000  # of all files together, each alias counted where it stands: against anchors that multiply
+MAX_VALUES = 20_000  # of all files together, each alias counted where it stands: against anchors that multiply
 MAX_DEPTH = 64
 MAX_FILES = 200
-MAX_BYTES = 8 * 1024 * 1024
+MAX_BYTES = 2 * 1024 * 1024
+TOO_MANY = f"more than {MAX_VALUES:,} values, anchors written out: no configuration is so large"
+TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep, which no configuration is"
+COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.1 without dates, which no key of these libraries holds."""
+    """YAML 1.1 without dates, which no key of these libraries holds.
+
+    It counts while it composes: PyYAML takes seconds for a nest of brackets, minutes for a million values.
+    """
+
+    nodes = 0
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose one node and what is in it. Raises ConfigError past the bounds."""
+        where = f"line {self.peek_event().start_mark.line + 1}"
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > MAX_VALUES:
+            raise ConfigError(f"{where}: {TOO_MANY}")
+        if self.depth > MAX_DEPTH:
+            raise ConfigError(f"{where}: {TOO_DEEP}")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 _Yaml.yaml_implicit_resolvers = {
@@ -39,7 +61,7 @@ class _OmegaConf(_Yaml):
 
 
 _OmegaConf.add_implicit_resolver(
-    FLOAT, re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)\Z"), list("-+0123456789")
+    FLOAT, re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)\Z", re.ASCII), list("-+0123456789")
 )
 LOADERS: dict[Dialect, type[yaml.SafeLoader]] = {"omegaconf": _OmegaConf, "yaml": _Yaml}
 
@@ -55,9 +77,8 @@ class Reader:
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """Return keys and values of a YAML file. Raises ConfigError."""
-        loader: Any = None
         try:
-            loader = LOADERS[self.dialect](self.text(path))
+            loader: Any = LOADERS[self.dialect](self.text(path))
             root = loader.get_single_node()
             content = None if root is None else self._value(root, loader, path)
         except yaml.YAMLError as error:
@@ -65,8 +86,8 @@ class Reader:
             where = path if mark is None else f"{path}:{mark.line + 1}"
             detail = getattr(error, "problem", None) or str(error).partition("\n")[0]
             raise ConfigError(f"{where}: is not YAML: {detail}") from error
-        except RecursionError as error:
-            raise ConfigError(f"{path}: is nested more than {MAX_DEPTH} levels deep, which no configuration is") from error
+        except ConfigError as error:
+            raise error if str(path) in str(error) else ConfigError(f"{path}, {error}") from error
         return _section(content, path)
 
     def json(self, path: Path) -> dict[str, Any]:
@@ -100,11 +121,13 @@ class Reader:
         where = f"{path}:{node.start_mark.line + 1}"
         self.values += 1
         if self.values > MAX_VALUES:
-            raise ConfigError(f"{where}: more than {MAX_VALUES:,} values, anchors written out: no configuration is so large")
+            raise ConfigError(f"{where}: {TOO_MANY}")
         if id(node) in self._open:
             raise ConfigError(f"{where}: an anchor contains itself")
         if len(self._open) >= MAX_DEPTH:
-            raise ConfigError(f"{where}: is nested more than {MAX_DEPTH} levels deep, which no configuration is")
+            raise ConfigError(f"{where}: {TOO_DEEP}")
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in COLLECTIONS:
+            raise ConfigError(f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write plain text")
         self._open.add(id(node))
         if isinstance(node, yaml.MappingNode):
             value: Any = self._mapping(node, loader, path)

@@ -11,16 +11,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-WHOLE = re.compile(r"[+-]?\d+")
-DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 # Hydra's grammar of a value on the command line (hydra.cc/docs/advanced/override_grammar): digits may be grouped by single
 # underscores, a whole number has no leading zero, and words count in any mixture of case.
 _DIGITS = r"\d(?:_?\d)*"
 _UNSIGNED = r"(?:0|[1-9](?:_?\d)*)"
-HYDRA_WHOLE = re.compile(rf"[+-]?{_UNSIGNED}")
+HYDRA_WHOLE = re.compile(rf"[+-]?{_UNSIGNED}", re.ASCII)
 HYDRA_FLOAT = re.compile(
     rf"[+-]?(?:{_UNSIGNED}\.|{_UNSIGNED}?\.{_DIGITS}|(?:{_UNSIGNED}\.?|{_UNSIGNED}?\.{_DIGITS})[eE][+-]?{_DIGITS}|inf|nan)",
-    re.IGNORECASE,
+    re.IGNORECASE | re.ASCII,
 )
 WORDS = {"true": True, "false": False, "null": None}
 YES = {"true", "yes", "t", "y", "1"}  # as transformers' HfArgumentParser reads text for a flag

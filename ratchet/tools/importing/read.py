@@ -23,9 +23,8 @@ SUMS: Mapping[str, Callable[[Any, Any], Any]] = {  # the resolvers that NeMo RL 
     "max": max,
     "min": min,
 }
-MAX_STEPS = 100_000  # values looked up for all ${...} together
 MAX_DEPTH = 50
-MAX_TEXT = 100_000  # characters of a value once its ${...} are filled in
+MAX_TEXT = 20_000  # characters and items of a value once its ${...} are filled in
 
 
 @dataclass
@@ -125,36 +124,52 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 @dataclass
 class _Resolver:
+    """It resolves each key once: its value, or why it has none."""
+
     source: Source
-    steps: int = 0
+    resolved: dict[str, Any] = field(default_factory=dict)
+    under_way: list[str] = field(default_factory=list)
 
     def resolve(self) -> None:
         """Fill in what the file itself says; the rest leaves `values` and is named in `unread`."""
-        values = self.source.values
-        for key, value in list(values.items()):
+        values: dict[str, Any] = {}
+        for key, value in self.source.values.items():
             try:
-                values[key] = self._value(value, key, 0)
+                values[key] = self._of_key(key)
             except LookupError as error:
                 self.source.unread[key] = f"{value}: {error.args[0]}"
-        for key in self.source.unread:
-            values.pop(key, None)
+        self.source.values = {key: value for key, value in values.items() if key not in self.source.unread}
 
-    def _value(self, value: Any, key: str, depth: int) -> Any:
-        self.steps += 1
-        if self.steps > MAX_STEPS:
-            raise LookupError("the file's ${...} multiply each other: write the value out")
+    def _of_key(self, key: str) -> Any:
+        if key not in self.resolved:
+            if key in self.under_way:
+                raise LookupError("refers to itself")
+            if len(self.under_way) > MAX_DEPTH:
+                raise LookupError(f"refers through more than {MAX_DEPTH} keys: write the value out")
+            self.under_way.append(key)
+            try:
+                value = self._value(self.source.values[key], key)
+                if _left_of(value, MAX_TEXT) < 0:
+                    raise LookupError("the file's ${...} multiply each other: write the value out")
+                self.resolved[key] = value
+            except LookupError as error:
+                self.resolved[key] = error
+            self.under_way.pop()
+        if isinstance(self.resolved[key], LookupError):
+            raise LookupError(*self.resolved[key].args)
+        return self.resolved[key]
+
+    def _value(self, value: Any, key: str) -> Any:
         if isinstance(value, list):
-            return [self._value(item, key, depth) for item in value]
+            return [self._value(item, key) for item in value]
         if isinstance(value, Mapping):
-            return {name: self._value(item, key, depth) for name, item in value.items()}
+            return {name: self._value(item, key) for name, item in value.items()}
         if not isinstance(value, str):
             return value
         if value == MISSING:
             raise LookupError("must be given on the command line there")
-        if depth > min(MAX_DEPTH, len(self.source.values)):
-            raise LookupError("refers to itself")
         while (inside := INNERMOST.search(value)) is not None:
-            inner = self._value(self._referred(inside[1].strip(), key), key, depth + 1)
+            inner = self._referred(inside[1].strip(), key)
             if inside[0] == value:
                 return inner
             value = value[: inside.start()] + str(inner) + value[inside.end() :]
@@ -188,10 +203,21 @@ class _Resolver:
         place = key.split(".")[: -ups or None] if ups else []
         whole = ".".join([*place, name.lstrip(".")])
         if whole in values:
-            return values[whole]
+            return self._of_key(whole)
         if any(other.startswith(f"{whole}.") for other in values):
             raise LookupError(f"stands for the whole section {whole}: write its keys out")
         raise LookupError(f"the file has no key {whole}")
+
+
+def _left_of(value: Any, left: int) -> int:
+    """Return how many characters and items are left of a bound; below 0 as soon as it is passed."""
+    if isinstance(value, list | Mapping):
+        for item in value if isinstance(value, list) else value.values():
+            left = _left_of(item, left - 1)
+            if left < 0:
+                break
+        return left
+    return left - (len(value) if isinstance(value, str) else 1)
 
 
 def _sum(resolver: str, arguments: list[str]) -> Any:
