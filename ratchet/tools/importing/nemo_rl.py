@@ -150,7 +150,7 @@ def _common(section: str) -> tuple[Row, ...]:
         Row(f"{section}.max_num_steps", "steps", "or fewer there, where max_num_epochs ends before", positive(shared.EPOCHS)),
         Row(f"{section}.max_num_epochs", note=shared.EPOCHS),
         Row(f"{section}.val_period", "evaluation.every", EVERY, at_least_0, default=10),
-        Row(f"{section}.seed", "seed", how=whole),
+        Row(f"{section}.seed", "seed", how=whole, default=42),
         *nothing("is before and after each stage here (evaluation)", f"{section}.val_at_start", f"{section}.val_at_end"),
         *nothing("evaluation.tasks says how many held-out tasks", f"{section}.max_val_samples", f"{section}.val_*"),
         *COMMON,

@@ -50,7 +50,7 @@ def _train(role: str) -> tuple[Row, ...]:
         Row(f"{model}.model_name_or_path", "model.path"),
         Row(
             f"{model}.disable_gradient_checkpointing", "learner.activation_checkpointing",
-            how=to.checkpointing(role),
+            how=to.checkpointing(role), default=False,
         ),
         Row(
             f"{role}.strategy_args.strategy_config.recompute_granularity", "learner.recompute",
@@ -121,8 +121,10 @@ RLVR = (
     Row("actor_train.training_args.per_device_train_batch_size", "algorithm.minibatches", COUNTED, to.minibatches, default=8),
     Row("actor_train.training_args.gradient_accumulation_steps", "algorithm.minibatches", COUNTED, to.minibatches, default=1),
     Row("ppo_epochs", "algorithm.epochs", how=whole),
-    Row("response_length", "sampling.max_new_tokens", how=whole),
-    Row("actor_infer.generating_args.max_new_tokens", "sampling.max_new_tokens", how=whole),
+    Row("response_length", within="actor_infer.generating_args.max_new_tokens"),
+    Row("actor_infer.generating_args.max_new_tokens", "sampling.max_new_tokens", how=to.longest, default=8192),
+    Row("sequence_length", within="actor_infer.generating_args.max_new_tokens"),
+    Row("prompt_length", within="actor_infer.generating_args.max_new_tokens", default=1024),
     Row(
         "actor_infer.generating_args.temperature", "sampling.temperature", how=real,
         default=0.95,
@@ -223,7 +225,6 @@ RLVR = (
         "algorithm.shaping has normalise (over the group, the batch or all batches so far), scale and clip", "whiten_rewards",
         "use_reward_*", "add_len_reward", "reward_norm", "reward_normalization.*", "reward_shift", "reward_scale",
     ),
-    *nothing("a prompt is never cut here: rows that leave no room fail by name", "prompt_length", "sequence_length"),
     *nothing(
         "rollouts has redundant_attempts and redundant_groups; what is under way is the scheduler's own",
         "is_use_additional_prompts", "max_additional_running_prompts", "is_num_return_sequences_expand", "generate_opt_level",

@@ -185,11 +185,13 @@ def filters(value: Any, config: Config) -> Any:
     if len(on) > 1 or difference or not ratio:
         return Without("algorithm.correction.mask is one, by the ratio: set its level, mask_low and mask_high")
     level = rule.get("agg_type", "token")
-    none = {} if config.flag(f"{CORRECTION}.is_weight.enabled") else {"algorithm.correction.weight": "none"}
     low, high = (numbers.real(rule.get(f"ratio_{side}", usual), side) for side, usual in (("low", 0.8), ("high", 1.2)))
-    bounds = {"algorithm.correction.mask_low": low, "algorithm.correction.mask_high": high}
+    masked = {"mask": {"segment": "turn"}.get(level, level), "mask_low": low, "mask_high": high}
+    masked |= shared.denominator(every=False)[0]
+    if not config.flag(f"{CORRECTION}.is_weight.enabled"):
+        masked["weight"] = "none"
     note = "a segment is what a turn is here" if level == "segment" else ""
-    return Sets({**none, "algorithm.correction.mask": {"segment": "turn"}.get(level, level), **bounds}, note)
+    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
 
 
 def rewards(value: Any, config: Config) -> Any:
@@ -305,3 +307,10 @@ def clipped_reward(value: Any, config: Config) -> Any:
     made = estimator(config["adv_estimator"], config)
     whole = made.values.get("algorithm.shaping") if isinstance(made, Sets) else None
     return whole or _clip(config)
+
+
+def longest(value: Any, config: Config) -> Any:
+    """What sequence_length leaves after prompt_length, else response_length; they go over generating_args."""
+    if config["sequence_length"] is not None:
+        return numbers.whole(config.whole("sequence_length") - config.whole("prompt_length"), "an answer's length", 1)
+    return config.whole("response_length") if config["response_length"] is not None else numbers.whole(value)

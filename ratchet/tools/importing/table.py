@@ -164,6 +164,15 @@ def when(condition: Callable[[Config], Any], how: Convert | None, why: str) -> C
     return checked
 
 
+def alone(name: str, why: str) -> Convert:
+    """The one value that needs no counterpart; others have none."""
+
+    def how(value: Any, config: Config) -> Any:
+        return Idle(why) if value == name or value == [name] else Without(why)
+
+    return how
+
+
 def number(value: Any, config: Config) -> int | float:
     """A number as it stands."""
     return numbers.number(value)

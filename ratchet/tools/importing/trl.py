@@ -14,6 +14,7 @@ from ratchet.tools.importing.table import (
     Method,
     Peer,
     Row,
+    alone,
     at_least_0,
     choose,
     flag,
@@ -267,9 +268,7 @@ SUPERVISED = (
         "completion_only_loss", "algorithm.train", "only assistant messages ever train here: all of them, or the last",
         choose({True: "last"}),
     ),
-    Row(
-        "loss_type", note="the loss is the likelihood of the given tokens", how=choose({"nll": "sft"}),
-    ),
+    Row("loss_type", how=alone("nll", "the loss is the likelihood of the given tokens")),
     *GIVEN,
 )  # fmt: skip
 
@@ -287,9 +286,7 @@ KTO = (
     Row("desirable_weight", "algorithm.desirable", how=number),
     Row("undesirable_weight", "algorithm.undesirable", how=number),
     Row("dataset_name", "environment", LABELLED, shared.rows),
-    Row(
-        "loss_type", note="the loss is KTO's own", how=choose({"kto": "kto"}),
-    ),
+    Row("loss_type", how=alone("kto", "the loss is KTO's own")),
     *GIVEN,
 )  # fmt: skip
 

@@ -228,8 +228,9 @@ def correction(value: Any, config: Config) -> Any:
     if act == "truncate" or high is None:
         note = "" if act == "truncate" else "nothing is above a bound of null, so nothing is masked there either"
         return Sets({"algorithm.correction": {"weight": level, **least, "weight_high": high}}, note)
-    masks = {"mask": level, "mask_low": low or 0.0, "mask_high": high}
-    return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}}, shared.ICEPOP)
+    counted, note = shared.denominator(every=True)
+    masks = {"mask": level, "mask_low": low or 0.0, "mask_high": high, **counted}
+    return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}}, note)
 
 
 def vllm(value: Any, config: Config) -> Any:

@@ -266,9 +266,9 @@ def weight(value: Any, config: Config) -> Any:
         return Sets({"algorithm.correction.weight": value, "algorithm.correction.weight_high": high})
     if config[f"{CORRECTION}.rollout_rs"] is not None:
         raise Misread(f"{CORRECTION}.rollout_is_threshold and rollout_rs are two masks, and there is one here: choose one")
-    masked = {"mask": value, "mask_low": low, "mask_high": high}
-    own = {"algorithm.correction.weight": value, "algorithm.correction.weight_high": None}
-    return Sets({**own, **{f"algorithm.correction.{key}": bound for key, bound in masked.items()}}, shared.ICEPOP)
+    counted, note = shared.denominator(every=True)
+    masked = {"weight": value, "weight_high": None, "mask": value, "mask_low": low, "mask_high": high, **counted}
+    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
 
 
 MASKS: Mapping[str, str] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
@@ -297,16 +297,10 @@ def mask(value: Any, config: Config) -> Any:
         below = f"{key}_lower"
         low = 1 / high if config[below] is None else numbers.real(config[below], below)
         note = "the bounds are mask_low and mask_high"
-    none = {} if config[f"{CORRECTION}.rollout_is"] is not None else {"algorithm.correction.weight": "none"}
-    return Sets(
-        {
-            **none,
-            "algorithm.correction.mask": level,
-            "algorithm.correction.mask_low": low,
-            "algorithm.correction.mask_high": high,
-        },
-        note,
-    )
+    masked = {"mask": level, "mask_low": low, "mask_high": high, **shared.denominator(every=False)[0]}
+    if config[f"{CORRECTION}.rollout_is"] in (None, False):
+        masked["weight"] = "none"
+    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
 
 
 def grpo(config: Config) -> bool:

@@ -171,6 +171,7 @@ ROLL: Values = {
     "postive_loss_coef": 0.5,
     "system_key": "system",
     "track_with": "wandb",
+    "sequence_length": None,
     "tracker_kwargs.project": "text",
     "rollout_batch_size": 64,
     "num_return_sequences_in_group": 8,
@@ -215,6 +216,8 @@ ROLL_MEGATRON: Values = {
     "adv_estimator": "reinforce",
     "norm_mean_type": "batch",
     "norm_std_type": "batch",
+    "sequence_length": 16,
+    "prompt_length": 4,
     "use_pg_clip_range": True,
     "add_token_level_kl": False,
     "use_kl_loss": True,
@@ -224,6 +227,9 @@ ROLL_MEGATRON: Values = {
 ROLL_TURNS: Values = {
     "adv_estimator": "gigpo",
     "step_reward_gamma": 0.5,
+    "response_length": None,
+    "sequence_length": None,
+    "actor_infer.generating_args.max_new_tokens": 8,
     "train_env_manager.num_env_groups": 4,
     "train_env_manager.group_size": 4,
 }

@@ -78,6 +78,7 @@ def test_every_key_has_one_fate(case: Case) -> None:
     result = case.result()
     accounted = [item.theirs for item in result.items if not item.assumed] + result.unset
     assert sorted(accounted) == sorted(case.values)
+    assert "" not in result.flat
     assert all(item.ours or item.note or item.within for item in result.items)
 
 
