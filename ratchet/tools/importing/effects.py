@@ -10,25 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ratchet.tools.importing.hidden import Looked, Unseen
 from ratchet.tools.importing.table import Config, Convert, Sets
-
-
-class Looked(Exception):
-    """A conversion did something with a value that can't be looked at."""
-
-
-def _raise(*_arguments: Any, **_named: Any) -> Any:
-    raise Looked
-
-
-USES = (
-    "bool str repr format hash eq ne lt le gt ge len iter contains getitem call int float index complex round trunc floor ceil"
-    " add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod pow rpow neg pos abs getattr class"
-)
-# Only `is` and being handed on go unseen: a value handed on is found in what comes out.
-Unseen: type = type(
-    "Unseen", (), {f"__{use}__": _raise for use in USES.split() if use != "class"} | {"__class__": property(_raise)}
-)
 
 
 def looks_at(how: Convert, key: str, theirs: str, value: Any, config: Config) -> bool:

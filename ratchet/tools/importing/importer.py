@@ -256,9 +256,8 @@ def _effective(item: Item, by_key: Mapping[str, Item], runs: Runs, config: Confi
     if used:
         return replace(item, ours={}, note="" if item.within else item.note, within=used[0])
     if not item.within:
-        return replace(
-            item, ours={}, note=f"is not taken over: {', '.join(item.ours) or 'what it'} became what it is without it"
-        )
+        why = f"is not taken over: {', '.join(item.ours)} became what it is without it"
+        return replace(item, ours={}, note="; ".join(filter(None, [item.note, why])))
     main = by_key.get(_main(item))
     if main is None:
         return replace(item, within="", note=f"counts with {_main(item)} alone, which the file doesn't set", idle=True)

@@ -1,7 +1,8 @@
 """Values as text or as another library's loader gives them: the one place of this package where text becomes a number.
 
 A number is read exactly or refused by a sentence that names its key. `float` and `int` alone are too generous for that: Python
-reads "0.5_5" as 0.55, 2.5 as 2, True as 1 and " 3 " as 3.
+reads "0.5_5" as 0.55, 2.5 as 2, True as 1 and " 3 " as 3. A hidden value is handed on: to check it
+is not yet to use it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 import re
 from collections.abc import Sequence
 from typing import Any
+
+from ratchet.tools.importing.hidden import Unseen
 
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
@@ -34,6 +37,8 @@ class Misread(ValueError):
 
 def number(value: Any, key: str = "") -> int | float:
     """Return a finite number, as it is or from plain decimal text. Raises Misread."""
+    if type(value) is Unseen:
+        return value
     got = _from_text(value) if isinstance(value, str) else value
     if isinstance(got, bool) or not isinstance(got, int | float):
         raise Misread(_wrong(value, key, "a number"))
@@ -45,6 +50,8 @@ def number(value: Any, key: str = "") -> int | float:
 def real(value: Any, key: str = "") -> float:
     """Return a finite number in floating point. Raises Misread, also for a whole number that has no such form."""
     got = number(value, key)
+    if type(value) is Unseen:
+        return value
     try:
         converted = float(got)
     except OverflowError as error:
@@ -57,6 +64,8 @@ def real(value: Any, key: str = "") -> float:
 def whole(value: Any, key: str = "", least: int | None = None) -> int:
     """Return a whole number; 3.0 is 3, and 2.5 is refused. Raises Misread, also below `least`."""
     got = number(value, key)
+    if type(value) is Unseen:
+        return value
     if isinstance(got, float):
         if not got.is_integer():
             raise Misread(_wrong(value, key, "a whole number"))
@@ -68,7 +77,7 @@ def whole(value: Any, key: str = "", least: int | None = None) -> int:
 
 def flag(value: Any, key: str = "") -> bool:
     """Return a truth value; text and the numbers 0 and 1 count as transformers' parser counts them. Raises Misread."""
-    if isinstance(value, bool):
+    if type(value) is Unseen or isinstance(value, bool):
         return value
     text = str(value).lower() if isinstance(value, str | int) else ""
     if text in YES or text in NO:

@@ -135,7 +135,10 @@ def aggregation(value: Any, config: Config) -> Any:
         return Sets({"algorithm.weighting": "token_sum"}, "a sum over tokens, over the count of answers")
     if value == "seq-mean-token-sum-norm":
         return Sets(
-            {"algorithm.weighting": "fixed_length", "algorithm.fixed_length": config.whole("response_length")},
+            {
+                "algorithm.weighting": "fixed_length",
+                "algorithm.fixed_length": longest(config["actor_infer.generating_args.max_new_tokens"], config),
+            },
             "the constant is max_new_tokens",
         )
     return Without("algorithm.weighting has token_mean, sequence_mean, prompt_mean, token_sum and fixed_length")
@@ -310,7 +313,12 @@ def clipped_reward(value: Any, config: Config) -> Any:
 
 
 def longest(value: Any, config: Config) -> Any:
-    """What sequence_length leaves after prompt_length, else response_length; they go over generating_args."""
+    """What sequence_length leaves after prompt_length, else response_length; they go over generating_args.
+
+    Not where environments are played: there these lengths are those of the whole, and generating_args counts.
+    """
+    if any(key.startswith("train_env_manager.") and content is not None for key, content in config.values.items()):
+        return numbers.whole(value)
     if config["sequence_length"] is not None:
         return numbers.whole(config.whole("sequence_length") - config.whole("prompt_length"), "an answer's length", 1)
     return config.whole("response_length") if config["response_length"] is not None else numbers.whole(value)

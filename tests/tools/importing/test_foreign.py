@@ -30,6 +30,7 @@ OMEGACONF = {
 YAML = {"1e-6": "1e-6", "1e5": "1e5", "1.5E3": "1.5E3", "1.5E+3": 1500.0, "~": None, "Null": None, "": None, ".5": 0.5}
 
 
+@pytest.mark.fault("I1")
 @pytest.mark.parametrize(
     ("dialect", "text", "value"),
     [
@@ -93,6 +94,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.fault("I4")
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_file_is_one_sentence(tmp_path: Path, name: str) -> None:
     text, words = MALFORMED[name]
@@ -143,6 +145,7 @@ def test_a_malformed_json_file(tmp_path: Path, text: str, words: str) -> None:
         read_config(path)
 
 
+@pytest.mark.fault("I4")
 def test_defaults_that_multiply_files(tmp_path: Path) -> None:
     for level in range(9):
         (tmp_path / f"f{level}.yaml").write_text(f"defaults: [{', '.join([f'f{level + 1}'] * 9)}]\n")
@@ -154,6 +157,7 @@ def test_defaults_that_multiply_files(tmp_path: Path) -> None:
         read_source(tmp_path / "f0.yaml")
 
 
+@pytest.mark.fault("I4")
 @pytest.mark.parametrize("form", ["'${{a{0}}}${{a{0}}}'", "['${{a{0}}}', '${{a{0}}}']"])
 def test_interpolations_that_multiply(tmp_path: Path, form: str) -> None:
     lines = [f"a{level}: {form.format(level + 1)}" for level in range(40)]

@@ -73,6 +73,7 @@ def told(result: Imported) -> dict[str, Any]:
     return {item.theirs: (item.fate, item.note, item.within, dict(item.ours)) for item in result.items}
 
 
+@pytest.mark.fault("I5")
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_every_key_has_one_fate(case: Case) -> None:
     result = case.result()
@@ -99,6 +100,7 @@ def shown(case: Case) -> set[str]:
     return rows
 
 
+@pytest.mark.fault("I2")
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_key_taken_over_changes_the_recipe(peer: str) -> None:

@@ -18,6 +18,7 @@ PACKAGE = Path(ratchet.tools.importing.__file__).parent
 CONVERTERS = {"float", "int", "complex", "Decimal", "Fraction", "eval", "literal_eval"}
 
 
+@pytest.mark.fault("I1")
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)
 def test_numbers_are_read_in_one_place(path: Path) -> None:
     """No converter is called or handed on outside of numbers.py; isinstance may name a type."""
@@ -59,6 +60,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.fault("I3")
 @pytest.mark.parametrize("value", REFUSED, ids=repr)
 def test_no_whole_number_is_refused_by_its_key(value: Any) -> None:
     with pytest.raises(Misread, match="some_key"):
