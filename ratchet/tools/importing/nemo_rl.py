@@ -183,6 +183,8 @@ GRPO = (
         "how the trainer computes it, not what", "grpo.deduplicate_multimodal_data", "grpo.debug_payload_metrics",
         "grpo.calculate_advantages_on_gpu", "grpo.skip_reference_policy_logprobs_calculation",
     ),
+    *nothing("a run ends with its steps: sentinels stop it before", "grpo.stop_at_validation_*"),
+    *nothing("evaluation.samples says how many attempts a held-out task has", "grpo.num_val_generations_per_prompt"),
     Row("grpo.dynamic_sampling_oversample_ratio", note="groups are replaced one by one here: no more are begun than needed"),
     Row("grpo.num_prompts_per_step", "batch_size", how=whole, default=32),
     Row("grpo.num_generations_per_prompt", "algorithm.group_size", how=whole, default=16),

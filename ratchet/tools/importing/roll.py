@@ -80,6 +80,12 @@ def _train(role: str) -> tuple[Row, ...]:
 
 COMMON = (
     *nothing(shared.BASE, "--config*"),
+    *nothing("a teacher is algorithm.teacher, of a stage of its own (docs/algorithms)", "teacher.*", "student_*"),
+    *nothing(
+        "a value of the file's own, which its other keys refer to", "lora_rank", "lora_alpha", "lora_target",
+        "max_actions_per_traj",
+    ),
+    *nothing("an agent from outside talks to the proxy (docs/environments.md)", "agent_*", "*_agent_*", "env_manager_cls"),
     Row("pretrain", "model.path"),
     Row("exp_name", "name", how=shared.run_name),
     Row("seed", "seed", how=whole, default=42),
@@ -178,6 +184,10 @@ RLVR = (
     Row("entropy_loss_coef", "algorithm.entropy_coef", how=real),
     Row(
         "postive_loss_coef", "algorithm.positive_nll_coef", "the likelihood of answers that earned more than 0",
+        real,
+    ),
+    Row(
+        "positive_loss_coef", "algorithm.positive_nll_coef", "the likelihood of answers that earned more than 0",
         real,
     ),
     Row(

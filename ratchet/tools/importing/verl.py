@@ -203,7 +203,12 @@ RUN = (
 )  # fmt: skip
 
 REST = (
-    *nothing(shared.BASE, "--config*"),
+    *nothing(shared.BASE, "--config*", "*@*"),
+    *nothing("a teacher is algorithm.teacher, of a stage of its own (docs/algorithms)", "distillation.*"),
+    *nothing("rollouts has max_staleness, order and its own scheduler", "async_training.*", "rollout.*", "skip.*"),
+    *nothing("programs run in the sandbox that is built in (docs/sandbox.md)", "sandbox_fusion.*"),
+    *nothing("groups are replaced one by one here", "algorithm.filter_groups.max_inflight_gen_batches"),
+    *nothing("gdpo takes all named parts of a reward, and rewards have weights", "algorithm.gdpo_reward_keys"),
     Row("model_engine", within=f"{ACTOR}.strategy"),
     *within(f"{ROLLOUT}.name", f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.max_num_seqs"),
     Row(f"{ACTOR}.use_dynamic_bsz", within=f"{ACTOR}.ppo_max_token_len_per_gpu"),

@@ -168,7 +168,8 @@ ROLL: Values = {
     "ipo": False,
     "label_smoothing": 0.25,
     "max_ckpt_to_keep": 2,
-    "postive_loss_coef": 0.5,
+    "postive_loss_coef": ...,
+    "positive_loss_coef": 0.5,
     "system_key": "system",
     "track_with": "wandb",
     "sequence_length": None,
@@ -227,6 +228,8 @@ ROLL_MEGATRON: Values = {
 ROLL_TURNS: Values = {
     "adv_estimator": "gigpo",
     "step_reward_gamma": 0.5,
+    "positive_loss_coef": ...,
+    "postive_loss_coef": 0.5,
     "response_length": None,
     "sequence_length": None,
     "actor_infer.generating_args.max_new_tokens": 8,
