@@ -28,7 +28,7 @@ FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.1 without dates, which no key of these libraries holds.
+    """It reads YAML 1.1 without dates, which no key of these libraries holds.
 
     It counts while it composes: PyYAML takes seconds for a nest of brackets, minutes for a million values.
     """
@@ -57,7 +57,7 @@ _Yaml.yaml_implicit_resolvers = {
 
 
 class _OmegaConf(_Yaml):
-    """The same with OmegaConf's floats (omegaconf.readthedocs.io; its YAML loader adds one resolver)."""
+    """It adds OmegaConf's floats (omegaconf.readthedocs.io; its YAML loader adds one resolver)."""
 
 
 _OmegaConf.add_implicit_resolver(

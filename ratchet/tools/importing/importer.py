@@ -225,7 +225,7 @@ def _account(result: Imported, runs: Runs, laid_by: Mapping[str, str], config: C
 
 
 def _standing(item: Item, recipe: Mapping[str, Any], laid_by: Mapping[str, str]) -> Item:
-    """The item without those keys of ours that another of theirs set to something else afterwards."""
+    """Return the item without those keys of ours that another of theirs set to something else afterwards."""
     lost = [key for key, value in item.ours.items() if not _stands(recipe, key, value)]
     if not lost:
         return item
@@ -247,7 +247,7 @@ def _stands(recipe: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 def _effective(item: Item, by_key: Mapping[str, Item], runs: Runs, config: Config) -> Item:
-    """The item as what it is if no conversion made anything of its value."""
+    """Return the item, as what it is if no conversion made anything of its value."""
     if not item.within and item.theirs not in runs.ran:
         return item
     used = [theirs for theirs in runs.users(item.theirs, config) if by_key[theirs].ours]
@@ -267,7 +267,7 @@ def _effective(item: Item, by_key: Mapping[str, Item], runs: Runs, config: Confi
 
 
 def _main(item: Item) -> str:
-    """The key that an item stands with; where a table says it by `*`, the one beside it."""
+    """Return the key that an item stands with; where a table says it by `*`, the one beside it."""
     if "*" not in item.within:
         return item.within
     return f"{item.theirs.rpartition('.')[0]}.{item.within.rpartition('.')[2]}"

@@ -28,7 +28,7 @@ def off(backend: str) -> str:
 
 
 def _estimated(name: str, config: Config) -> bool:
-    """A switch of the estimator: in its section since 0.5, which goes first, before that beside it."""
+    """Return a switch of the estimator: from its section, which goes first, or from beside it."""
     inside = f"grpo.adv_estimator.{name}"
     return config.flag(f"grpo.{name}" if config[inside] is None else inside)
 
@@ -55,7 +55,7 @@ def estimator(value: Any, config: Config) -> Any:
 
 
 def updates(config: Config) -> int:
-    """Optimizer steps of a batch."""
+    """Return the optimizer steps of a batch."""
     answers = config.whole("grpo.num_prompts_per_step") * config.whole("grpo.num_generations_per_prompt")
     return numbers.quotient(answers, config.whole("policy.train_global_batch_size"), "a batch over train_global_batch_size")
 
@@ -90,7 +90,7 @@ def kl(value: Any, config: Config) -> Any:
 
 
 def correction(value: Any, config: Config) -> Any:
-    """Weights by the ratio to the sampler: clamped to [min, max] (tis), or 0 outside of it (icepop, seq-mask-tis)."""
+    """Convert weights by the ratio to the sampler: clamped to [min, max] (tis), or 0 outside of it (icepop, seq-mask-tis)."""
     if not numbers.flag(value):
         return Idle("off there: algorithm.correction is null")
     weight = "sequence" if config.flag("loss_fn.sequence_level_importance_ratios") else "token"
@@ -131,7 +131,7 @@ def gpus(config: Config) -> int:
 
 
 def separate(config: Config) -> bool:
-    """Whether generation has accelerators of its own."""
+    """Return whether generation has accelerators of its own."""
     key = f"{GENERATION}.colocated.enabled"
     return config[key] is not None and not config.flag(key)
 
@@ -220,13 +220,16 @@ def nodes_of(value: Any, config: Config) -> Any:
 
 
 def batches(value: Any, config: Config) -> int:
-    """Steps of their scheduler, one for each batch, in optimizer steps."""
+    """Return steps of their scheduler, one for each batch, in optimizer steps."""
     several = config["grpo.num_prompts_per_step"] is not None and config["policy.train_global_batch_size"] is not None
     return numbers.whole(value, least=0) * (updates(config) if several else 1)
 
 
 def warmup(value: Any, config: Config) -> Any:
-    """From torch's chain of schedulers: a warm-up, then a constant rate or a cosine; `milestones` repeats the warm-up's end."""
+    """Convert torch's chain of schedulers: a warm-up, then a constant rate or a cosine.
+
+    `milestones` repeats the warm-up's end.
+    """
     chain = value if isinstance(value, list) else [value]
     parts = [part for part in chain if isinstance(part, Mapping)]
     kinds = {str(part["name"]).rpartition(".")[2]: part.get("kwargs") or {} for part in parts if "name" in part}
@@ -259,7 +262,7 @@ def _whole(value: Any) -> Any:
 
 
 def _least(value: Any, config: Config) -> Any:
-    """The rate at a cosine's end over the rate at its beginning."""
+    """Return the rate at a cosine's end over the rate at its beginning."""
     end = numbers.number(value, "eta_min")
     return end / config.number("policy.optimizer.kwargs.lr") if end else 0.0
 

@@ -67,7 +67,7 @@ class Script:
             raise ConfigError("holds no override of the form a.b=value")
 
     def _read_words(self, words: list[str], in_array: bool) -> None:
-        """A key without a dot (`model_engine=megatron`) is one only where nothing else can be meant."""
+        """Read words; a key without a dot (`model_engine=megatron`) counts where nothing else is meant."""
         plain = in_array or any(word in ("-m", "run") or word.endswith(".py") for word in words)
         begun = in_array
         for index, word in enumerate(words):

@@ -149,7 +149,7 @@ class _Resolver:
             self.under_way.append(key)
             try:
                 value = self._value(self.source.values[key], key)
-                if _left_of(value, MAX_TEXT) < 0:
+                if _rest(value, MAX_TEXT) < 0:
                     raise LookupError("the file's ${...} multiply each other: write the value out")
                 self.resolved[key] = value
             except LookupError as error:
@@ -209,11 +209,11 @@ class _Resolver:
         raise LookupError(f"the file has no key {whole}")
 
 
-def _left_of(value: Any, left: int) -> int:
+def _rest(value: Any, left: int) -> int:
     """Return how many characters and items are left of a bound; below 0 as soon as it is passed."""
     if isinstance(value, list | Mapping):
         for item in value if isinstance(value, list) else value.values():
-            left = _left_of(item, left - 1)
+            left = _rest(item, left - 1)
             if left < 0:
                 break
         return left

@@ -179,7 +179,7 @@ def correction(value: Any, config: Config) -> Any:
 
 
 def filters(value: Any, config: Config) -> Any:
-    """One filter by the ratio is the mask here; there are several there, by the difference of probabilities too."""
+    """Convert one filter by the ratio to the mask; there may be several there, or by differences."""
     on = [rule for rule in shared.listed(value, config) if rule and numbers.flag(rule.get("enabled", False), "enabled")]
     if not on:
         return Idle("no filter is enabled there")
@@ -306,14 +306,14 @@ def _clip(config: Config) -> list[dict[str, Any]]:
 
 
 def clipped_reward(value: Any, config: Config) -> Any:
-    """Where the estimator sets what else shapes rewards, this is the first part of it."""
-    made = estimator(config["adv_estimator"], config)
-    whole = made.values.get("algorithm.shaping") if isinstance(made, Sets) else None
+    """Return the clip, as the first part of what the estimator sets to shape rewards, if it does."""
+    estimated = estimator(config["adv_estimator"], config)
+    whole = estimated.values.get("algorithm.shaping") if isinstance(estimated, Sets) else None
     return whole or _clip(config)
 
 
 def longest(value: Any, config: Config) -> Any:
-    """What sequence_length leaves after prompt_length, else response_length; they go over generating_args.
+    """Return what sequence_length leaves after prompt_length, else response_length; they go over generating_args.
 
     Not where environments are played: there these lengths are those of the whole, and generating_args counts.
     """

@@ -41,7 +41,7 @@ KL_FORWARD = (
 
 
 def share(value: Any, steps: int | None, rounded: Callable[[float], int]) -> Any:
-    """A share of all optimizer steps as their number, rounded as the peer does it."""
+    """Return a share of all optimizer steps as their number, rounded as the peer does it."""
     part = numbers.number(value)
     if part == 0:
         return 0
@@ -76,7 +76,7 @@ def denominator(every: bool) -> tuple[dict[str, Any], str]:
 
 
 def norm(value: Any, config: Config) -> Any:
-    """Theirs clips nothing at 0; ours at null."""
+    """Convert a norm: theirs clips nothing at 0, ours at null."""
     return numbers.number(value) or None
 
 

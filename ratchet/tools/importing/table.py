@@ -111,12 +111,12 @@ class Method:
 
     @cached_property
     def _found(self) -> dict[str, Row | None]:
-        """Rows by key: those that name it, and what was looked up."""
+        """Hold rows by key: those that name it, and what was looked up."""
         return {row.theirs: row for row in self.rows}
 
     @cached_property
     def _wide(self) -> list[tuple[re.Pattern[str], Row]]:
-        """Narrowest first."""
+        """Return the rows that stand for several keys, narrowest first."""
         wide = sorted((row for row in self.rows if "*" in row.theirs), key=lambda row: len(row.theirs), reverse=True)
         return [(re.compile(translate(row.theirs)), row) for row in wide]
 
@@ -165,7 +165,7 @@ def when(condition: Callable[[Config], Any], how: Convert | None, why: str) -> C
 
 
 def alone(name: str, why: str) -> Convert:
-    """The one value that needs no counterpart; others have none."""
+    """Convert a key of which one value needs no counterpart, and others have none."""
 
     def how(value: Any, config: Config) -> Any:
         return Idle(why) if value == name or value == [name] else Without(why)
@@ -174,27 +174,27 @@ def alone(name: str, why: str) -> Convert:
 
 
 def number(value: Any, config: Config) -> int | float:
-    """A number as it stands."""
+    """Return a number as it stands."""
     return numbers.number(value)
 
 
 def real(value: Any, config: Config) -> float:
-    """A number in floating point."""
+    """Return a number in floating point."""
     return numbers.real(value)
 
 
 def whole(value: Any, config: Config) -> int:
-    """A whole number as it stands."""
+    """Return a whole number as it stands."""
     return numbers.whole(value)
 
 
 def flag(value: Any, config: Config) -> bool:
-    """A truth value."""
+    """Return a truth value."""
     return numbers.flag(value)
 
 
 def positive(why: str) -> Convert:
-    """A whole number above 0; others have no effect, for a reason."""
+    """Convert a whole number above 0; others have no effect, for a reason."""
 
     def how(value: Any, config: Config) -> Any:
         count = numbers.whole(value)
@@ -204,7 +204,7 @@ def positive(why: str) -> Convert:
 
 
 def at_least_0(value: Any, config: Config) -> int:
-    """A whole number, where -1 there is 0 here."""
+    """Return a whole number; -1 there is 0 here."""
     return max(0, numbers.whole(value, least=-1))
 
 
@@ -219,5 +219,5 @@ def nothing(why: str, *keys: str) -> Iterator[Row]:
 
 
 def idle(why: str, *keys: str) -> Iterator[Row]:
-    """Rows of keys that need no counterpart, as nothing that they say changes a result here, for one reason."""
+    """Yield rows of keys that need no counterpart, as nothing that they say changes a result here, for one reason."""
     return (Row(key, note=why, idle=True) for key in keys)

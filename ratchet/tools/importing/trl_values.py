@@ -18,7 +18,7 @@ SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "co
 
 
 def micro(config: Config) -> int:
-    """Answers of an optimizer step, of one process."""
+    """Return the answers of an optimizer step, of one process."""
     return config.whole("per_device_train_batch_size") * config.whole("gradient_accumulation_steps")
 
 
@@ -86,7 +86,7 @@ def every(strategy: str, ours: str) -> Convert:
 
 
 def warmup(value: Any, config: Config) -> Any:
-    """At least 1: optimizer steps, cut to a whole number; below: a share of them, rounded up."""
+    """Convert optimizer steps, cut to a whole number, or below 1 a share of them, rounded up."""
     number = numbers.number(value)
     if number < 0:
         raise Misread(f"is {number}, and not at least 0: set optimizer.warmup_steps by hand")
@@ -113,7 +113,7 @@ def schedule(value: Any, config: Config) -> Any:
 
 
 def _options(config: Config) -> Mapping[str, Any]:
-    """The keys of lr_scheduler_kwargs, which stand below it, or in it where a file has it as one value."""
+    """Return the keys of lr_scheduler_kwargs, which stand below it, or in it where it is one value."""
     inside = config["lr_scheduler_kwargs"]
     below = {key.partition(".")[2]: config[key] for key in config.values if key.startswith("lr_scheduler_kwargs.")}
     return below or (inside if isinstance(inside, Mapping) else {})
@@ -187,8 +187,10 @@ def rewards(value: Any, config: Config) -> Any:
         "think_format_reward": {"kind": "format", "tags": ["think"], "outside": True},
     }
     value = shared.listed(value, config)
-    given = config["reward_weights"]
-    weights = [1.0] * len(value) if given is None else [numbers.real(weight, "reward_weights") for weight in given]
+    weights_there = config["reward_weights"]
+    weights = (
+        [1.0] * len(value) if weights_there is None else [numbers.real(weight, "reward_weights") for weight in weights_there]
+    )
     taken = [{**known[name], "weight": weight} for name, weight in zip(value, weights, strict=True) if name in known]
     left = [name for name in value if name not in known and name != "get_soft_overlong_punishment"]
     values: dict[str, Any] = {"rewards": taken} if taken else {}
@@ -255,9 +257,9 @@ def preference(value: Any, config: Config) -> Any:
     if first == "sigmoid_norm":
         return Sets({"algorithm.kind": "dpo", **beta, "algorithm.normalize": "mean"})
     if isinstance(value, list) and sorted(value) == ["sft", "sigmoid"]:
-        given = config["loss_weights"]
-        numbers_of = [1.0, 1.0] if given is None else [numbers.real(weight, "loss_weights") for weight in given]
-        weights = dict(zip(value, numbers_of, strict=True))
+        weights_there = config["loss_weights"]
+        listed = [1.0, 1.0] if weights_there is None else [numbers.real(weight, "loss_weights") for weight in weights_there]
+        weights = dict(zip(value, listed, strict=True))
         scaled = f"; scale optimizer.lr by {weights['sigmoid']:g}" if weights["sigmoid"] != 1 else ""
         note = f"the likelihood of the chosen answer beside the loss is sft_coef, over the loss's own weight{scaled}"
         return Sets({"algorithm.kind": "dpo", **beta, "algorithm.sft_coef": weights["sft"] / weights["sigmoid"]}, note)

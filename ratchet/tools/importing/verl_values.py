@@ -55,7 +55,7 @@ def loss_mode(value: Any, config: Config) -> Any:
 
 
 def _side(key: str, config: Config) -> int | float:
-    """A side's own bound, else that of both."""
+    """Return a side's own bound, else that of both."""
     return config.number(f"{ACTOR}.clip_ratio" if config[key] is None else key)
 
 
@@ -122,7 +122,7 @@ def minibatches(value: Any, config: Config) -> int:
 
 
 def updates(config: Config) -> int:
-    """Optimizer steps of a batch. Their scheduler counts batches."""
+    """Return the optimizer steps of a batch. Their scheduler counts batches."""
     return minibatches(config[f"{ACTOR}.ppo_mini_batch_size"], config) * config.whole(f"{ACTOR}.ppo_epochs")
 
 
@@ -143,7 +143,7 @@ def warmup_ratio(value: Any, config: Config) -> Any:
 
 
 def schedule(value: Any, config: Config) -> Any:
-    """Their cosine goes on by num_cycles: half a period is ours."""
+    """Convert a schedule; their cosine goes on by num_cycles, and half a period is ours."""
     if value == "cosine" and config[f"{ACTOR}.optim.num_cycles"] not in (None, 0.5):
         return Without("a cosine of other than half a period (num_cycles): set optimizer.schedule")
     return choose({"constant": "constant", "cosine": "cosine"})(value, config)
@@ -154,7 +154,7 @@ def gpus(config: Config) -> int:
 
 
 def engine(config: Config) -> Any:
-    """What trains: actor.strategy, else model_engine, else as the name of the configuration begun with says."""
+    """Return what trains: actor.strategy, else model_engine, else as the name of the configuration begun with says."""
     if config.values.get(f"{ACTOR}.strategy") is not None:
         return config[f"{ACTOR}.strategy"]
     chosen = config["model_engine"]
@@ -234,7 +234,7 @@ def files(value: Any, config: Config) -> Any:
 
 
 def overlong(section: str, length: str) -> Convert:
-    """DAPO's penalty, in one of the sections that had it in turn. length: their key of the longest answer."""
+    """Convert DAPO's penalty of one of the sections that had it. length: their key of the longest answer."""
 
     def how(value: Any, config: Config) -> Any:
         if not numbers.flag(value):
@@ -253,7 +253,10 @@ def overlong(section: str, length: str) -> Convert:
 
 
 def weight(value: Any, config: Config) -> Any:
-    """`rollout_is_threshold` is an upper bound of the weight, or text "lower_upper": outside of it the weight is 0 (IcePop)."""
+    """Convert weights: `rollout_is_threshold` is an upper bound, or text "lower_upper".
+
+    Outside of two bounds the weight is 0 there (IcePop).
+    """
     if value is False:
         return Idle("off there")
     if value not in ("token", "sequence"):
@@ -276,7 +279,10 @@ OLDER = ("token", "sequence", "geometric")
 
 
 def mask(value: Any, config: Config) -> Any:
-    """Their k1 is -log(ratio), so its bounds [lower, upper] are those of 1/ratio; before, they were the ratio's own."""
+    """Convert a rejection; their k1 is -log(ratio), so its bounds are those of 1/ratio.
+
+    The names without k1, of older versions, bound the ratio itself.
+    """
     names = list(dict.fromkeys(part.strip() for part in str(value).split(",") if part.strip()))
     if value is False or not names:
         return Idle("off there")
@@ -325,7 +331,7 @@ def learned(path: str) -> Convert:
 
 
 def replaced(value: Any, config: Config) -> int:
-    """Not above 0 is no bound there."""
+    """Return the bound of replaced groups; there a number not above 0 is none."""
     count = numbers.whole(value)
     return count if count > 0 else 1000
 
@@ -339,7 +345,7 @@ def betas(value: Any, config: Config) -> list[int | float]:
 
 
 def samples(value: Any, config: Config) -> int:
-    """One attempt there is the greedy one that is always made here."""
+    """Return the sampled attempts; one there is the greedy one that is always made here."""
     count = numbers.whole(value, least=0)
     return count if count > 1 else 0
 

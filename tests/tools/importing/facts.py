@@ -44,7 +44,7 @@ NEUTRAL = {"bool": True, "int": 2, "float": 0.5, "str": "text", "list": [2], "nu
 
 
 def neutral(values: list[Any]) -> Any:
-    """A value of the commonest type: for text a plain word that files use, if one does."""
+    """Return a value of the commonest type: for text a plain word that files use, if one does."""
     values = [value for value in values if value is not None]
     if not values:
         return None
@@ -56,7 +56,7 @@ def neutral(values: list[Any]) -> Any:
 
 
 def tree(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as sections; a key that is a value here and a section there is written with dots."""
+    """Return dotted keys as sections; a key that is a value here and a section there is written with dots."""
     nested: dict[str, Any] = {}
     for key in sorted(keys):
         *places, last = key.split(".")
@@ -71,7 +71,7 @@ def tree(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a tree."""
+    """Yield the dotted keys of a tree."""
     for key, value in nested.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -80,7 +80,7 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def of_files(peer: str, checkout: Path) -> tuple[dict[str, dict[str, Any]], Counter[str]]:
-    """Keys by method, and totals over the files."""
+    """Return keys by method, and totals over the files."""
     values: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     totals: Counter[str] = Counter()
     for path in sorted(path for glob in GLOBS[peer] for path in checkout.glob(glob)):
@@ -103,11 +103,11 @@ def of_files(peer: str, checkout: Path) -> tuple[dict[str, dict[str, Any]], Coun
         totals["unresolved"] += len(result.unread)
         totals["not in the table"] += sum("is not in the table" in item.note for item in result.items)
         totals["keys"] += len(source.values) + len(result.unread)
-    return {method: {key: neutral(found) for key, found in keys.items()} for method, keys in values.items()}, totals
+    return {method: {key: neutral(several) for key, several in keys.items()} for method, keys in values.items()}, totals
 
 
 def of_trl(wheel: Path) -> dict[str, dict[str, Any]]:
-    """Fields of TRL's dataclasses, read and not run, and of transformers' TrainingArguments."""
+    """Return fields of TRL's dataclasses, read and not run, and of transformers' TrainingArguments."""
     from transformers import TrainingArguments
 
     common = {name: field.default for name, field in TrainingArguments.__dataclass_fields__.items()}
@@ -121,17 +121,17 @@ def of_trl(wheel: Path) -> dict[str, dict[str, Any]]:
 
 
 def fields(file: Path, name: str) -> dict[str, Any]:
-    """Annotated fields of a dataclass with their defaults, where those are literals."""
+    """Return annotated fields of a dataclass with their defaults, where those are literals."""
     classes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef) and node.name == name]
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for node in classes[0].body if classes else ():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = default(node)
-    return found
+            content[node.target.id] = default(node)
+    return content
 
 
 def default(node: ast.AnnAssign) -> Any:
-    """The default of a field, else a value of the type that its annotation begins with; None: neither is plain."""
+    """Return the default of a field, else a value of the type that its annotation begins with; None: neither is plain."""
     value = node.value
     if isinstance(value, ast.Call):
         value = next((word.value for word in value.keywords if word.arg == "default"), None)

@@ -19,7 +19,7 @@ from tests.tools.importing.profiles import EXEMPT, PROFILES
 
 @dataclass
 class Case:
-    """One set of values of a method, and what comes of it."""
+    """It holds one set of values of a method."""
 
     peer: str
     method: str
@@ -32,13 +32,13 @@ class Case:
         return PEERS[self.peer].methods[self.method].row(key)
 
     def converting(self) -> Case:
-        """The same without the keys that no conversion reads."""
+        """Return the same without the keys that no conversion reads."""
         rows = {key: self.row(key) for key in self.values}
         return replace(self, values={key: self.values[key] for key, row in rows.items() if row and (row.ours or row.within)})
 
 
 def cases() -> Iterator[Case]:
-    """Every method of every peer, with each of its profiles."""
+    """Yield every method of every peer, with each of its profiles."""
     for peer in PEERS:
         for method, nested in json.loads((KEYS / f"{peer}.json").read_text()).items():
             neutral = dict(flat(nested))
@@ -54,7 +54,7 @@ NAMES = [f"{case.peer}-{case.method}-{number}" for number, case in enumerate(CAS
 
 
 def other(value: Any) -> Any:
-    """Another value of the same type."""
+    """Return another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -69,7 +69,7 @@ def other(value: Any) -> Any:
 
 
 def told(result: Imported) -> dict[str, Any]:
-    """What the report says of each key, without showing the key's value."""
+    """Return what the report says of each key, but for the key's value."""
     return {item.theirs: (item.fate, item.note, item.within, dict(item.ours)) for item in result.items}
 
 
@@ -84,7 +84,10 @@ def test_every_key_has_one_fate(case: Case) -> None:
 
 
 def shown(case: Case) -> set[str]:
-    """The rows whose keys change the recipe; each key that is told to be taken over must change it, or its own account."""
+    """Return the rows whose keys change the recipe.
+
+    Each key that is told to be taken over must change it, or its own account.
+    """
     case = case.converting()
     before = case.result()
     rows = set()
