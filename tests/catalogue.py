@@ -186,6 +186,16 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "S18": ("control characters and marks of direction in data", "shown as their codes in everything that is printed"),
     },
+    "Configurations of other libraries": {
+        "I1": (
+            "a number that Python reads more generously than its library (`0.5_5`)",
+            "read as its library does, or refused by its key",
+        ),
+        "I2": ("a key that is read, and left by the conversion", "told as not taken over, whatever the table says"),
+        "I3": ("a value that would be cut or rounded", "converted exactly, or refused by its key"),
+        "I4": ("a file that is none, or grows as it is read", "one sentence with the file's name"),
+        "I5": ("a key that another one replaces, a null, a default of theirs", "each told"),
+    },
 }
 ROWS: dict[str, tuple[str, str]] = {name: row for rows in GROUPS.values() for name, row in rows.items()}
 

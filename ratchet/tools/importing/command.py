@@ -47,14 +47,19 @@ def recipe_text(result: Imported, name: str) -> str:
 
 
 def account(result: Imported) -> Iterator[str]:
-    """Every key that means something else here, every key without a counterpart, and what was not there to be read."""
+    """Every key that means something else here, every key without a counterpart or effect, and what could not be read."""
     yield from _section("Means something else here", _pairs(result.different))
     yield from _section("Without counterpart", _pairs(result.without))
+    yield from _section("Without effect on a result here", _pairs(result.idle))
     chosen = ", ".join(f"{key}={_short(value)}" for key, value in result.chosen.items())
     yield from _section(
         "Not in the file, and set as a beginning", [(chosen, "see that they are what you want")] if chosen else []
     )
     yield from _section("Could not be resolved", [(key, why) for key, why in result.unread.items()])
+    yield from _section(
+        "Set more than once in the file: the last counts, not these",
+        [(f"{key}={_short(text)}", "") for key, text in result.repeated.items()],
+    )
     yield from _section("Null there, so nothing to take over", [(", ".join(result.unset), "")] if result.unset else [])
     yield from _section(
         "To be mended before it runs", [(problem.origin.path or "recipe", problem.message) for problem in result.refused]
@@ -85,6 +90,7 @@ def _said(item: Item) -> str:
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = " ".join(text.split())
+    text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

@@ -8,30 +8,46 @@ from typing import Any
 from ratchet.tools.importing import nemo_rl_values as to
 from ratchet.tools.importing import shared
 from ratchet.tools.importing.nemo_rl_values import DTENSOR, GENERATION, MEGATRON
-from ratchet.tools.importing.table import Method, Peer, Row, choose, nothing, when, within
+from ratchet.tools.importing.table import (
+    Method,
+    Peer,
+    Row,
+    at_least_0,
+    choose,
+    flag,
+    idle,
+    nothing,
+    number,
+    positive,
+    real,
+    when,
+    whole,
+    within,
+)
 
 ANSWERS = "counted in answers there and in prompts here: minibatches is how many optimizer steps a batch is split into"
 EVERY = "greedy accuracy on evaluation.tasks held-out tasks; 0 is only before and after"
 
 
 COMMON = (
+    *nothing(shared.BASE, "--config*"),
     Row("policy.model_name", "model.path"),
     Row(
         "policy.tokenizer.name", "tokenizer.path",
         how=to.tokenizer,
     ),
     Row(
-        "policy.tokenizer.chat_template", "tokenizer.template", "the path of a .jinja file here", to.template,
+        "policy.tokenizer.chat_template", "tokenizer.template", "the path of a .jinja file here", shared.template,
     ),
     Row("policy.optimizer.name", "optimizer.kind", how=to.of_megatron(False, to.optimizer)),
-    Row("policy.optimizer.kwargs.lr", "optimizer.lr", how=to.of_megatron(False)),
-    Row("policy.optimizer.kwargs.weight_decay", "optimizer.weight_decay", "on matrices only", to.of_megatron(False)),
+    Row("policy.optimizer.kwargs.lr", "optimizer.lr", how=to.of_megatron(False, number)),
+    Row("policy.optimizer.kwargs.weight_decay", "optimizer.weight_decay", "on matrices only", to.of_megatron(False, number)),
     Row("policy.optimizer.kwargs.betas", "optimizer.betas", how=to.of_megatron(False)),
-    Row("policy.optimizer.kwargs.eps", "optimizer.eps", how=to.of_megatron(False)),
+    Row("policy.optimizer.kwargs.eps", "optimizer.eps", how=to.of_megatron(False, number)),
     Row("policy.scheduler", "optimizer.warmup_steps", how=to.of_megatron(False, to.warmup)),
-    Row("policy.max_grad_norm", "optimizer.max_grad_norm"),
-    Row(f"{MEGATRON}.optimizer.lr", "optimizer.lr", how=to.of_megatron(True)),
-    Row(f"{MEGATRON}.optimizer.weight_decay", "optimizer.weight_decay", "on matrices only", to.of_megatron(True)),
+    Row("policy.max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
+    Row(f"{MEGATRON}.optimizer.lr", "optimizer.lr", how=to.of_megatron(True, number)),
+    Row(f"{MEGATRON}.optimizer.weight_decay", "optimizer.weight_decay", "on matrices only", to.of_megatron(True, number)),
     Row(
         f"{MEGATRON}.optimizer.adam_beta1", "optimizer.betas",
         how=to.of_megatron(True, shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2")),
@@ -40,41 +56,46 @@ COMMON = (
         f"{MEGATRON}.optimizer.adam_beta2", "optimizer.betas",
         how=to.of_megatron(True, shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2")),
     ),
-    Row(f"{MEGATRON}.optimizer.adam_eps", "optimizer.eps", how=to.of_megatron(True)),
-    Row(f"{MEGATRON}.scheduler.lr_warmup_iters", "optimizer.warmup_steps", to.RISES, to.of_megatron(True)),
+    Row(f"{MEGATRON}.optimizer.adam_eps", "optimizer.eps", how=to.of_megatron(True, number)),
+    Row(
+        f"{MEGATRON}.scheduler.lr_warmup_iters", "optimizer.warmup_steps", f"{to.RISES}; the rate rises from 0 here",
+        to.of_megatron(True, to.batches),
+    ),
     Row(
         f"{MEGATRON}.scheduler.lr_decay_style", "optimizer.schedule",
         how=to.of_megatron(True, choose({"constant": "constant", "linear": "linear", "cosine": "cosine"})),
     ),
     Row(f"{MEGATRON}.enabled", "learner.kind", how=to.megatron_learner),
-    Row(f"{MEGATRON}.sequence_parallel", "learner.sequence_parallel", how=to.of_megatron(True)),
+    Row(f"{MEGATRON}.sequence_parallel", "learner.sequence_parallel", how=to.of_megatron(True, flag)),
     Row(
         f"{MEGATRON}.activation_checkpointing", "learner.recompute",
         how=to.of_megatron(True, choose({True: "full", False: "none"})),
     ),
     Row(f"{DTENSOR}.enabled", "learner.kind", how=to.dtensor),
     Row(f"{DTENSOR}.sequence_parallel", "learner.sequence_parallel", how=to.of_megatron(False, to.spread)),
-    Row(f"{DTENSOR}.activation_checkpointing", "learner.activation_checkpointing", how=to.of_megatron(False)),
+    Row(f"{DTENSOR}.activation_checkpointing", "learner.activation_checkpointing", how=to.of_megatron(False, flag)),
     Row(
         f"{DTENSOR}.cpu_offload", "learner.cpu_offload",
         how=to.of_megatron(False, to.spread),
     ),
-    Row(f"{DTENSOR}.lora_cfg.dim", "lora.rank", how=to.lora()),
-    Row(f"{DTENSOR}.lora_cfg.alpha", "lora.alpha", how=to.lora(lambda value, config: float(value))),
-    Row(f"{DTENSOR}.lora_cfg.dropout", "lora.dropout", how=to.lora()),
+    Row(f"{DTENSOR}.lora_cfg.dim", "lora.rank", how=to.lora(whole)),
+    Row(f"{DTENSOR}.lora_cfg.alpha", "lora.alpha", how=to.lora(real)),
+    Row(f"{DTENSOR}.lora_cfg.dropout", "lora.dropout", how=to.lora(number)),
     Row(f"{DTENSOR}.lora_cfg.target_modules", "lora.target_modules", how=to.lora(to.targets)),
     Row(
         "policy.sequence_packing.train_mb_tokens", "learner.micro_batch_tokens",
-        how=when(lambda config: config["policy.sequence_packing.enabled"], None, "sequence_packing is off there"),
+        how=when(lambda config: config.flag("policy.sequence_packing.enabled"), whole, "sequence_packing is off there"),
     ),
-    Row("checkpointing.save_period", "checkpoint.every"),
+    Row("policy.sequence_packing.enabled", within="policy.sequence_packing.train_mb_tokens"),
+    Row("checkpointing.save_period", "checkpoint.every", how=whole),
     Row(
         "checkpointing.keep_top_k", "checkpoint.keep_best",
-        "the best by checkpoint.metric; the newest checkpoint.keep stay too", to.best,
+        "the best by checkpoint.metric; the newest checkpoint.keep stay too",
+        positive("the newest are kept, as many as checkpoint.keep says"),
     ),
     Row("checkpointing.checkpoint_dir", "run_dir"),
     Row("checkpointing.checkpoint_must_save_by", note="checkpoint.limit_s is in seconds: set it"),
-    Row("logger.tensorboard_enabled", "logging.tensorboard"),
+    Row("logger.tensorboard_enabled", "logging.tensorboard", how=flag),
     *(Row(f"logger.{name}_enabled", "logging.sinks", how=to.project_of(name)) for name in shared.TRACKERS),
     Row("cluster.num_nodes", "cluster", how=to.nodes_of),
     Row("cluster.gpus_per_node", within=f"{DTENSOR}.enabled"),
@@ -84,11 +105,11 @@ COMMON = (
         "checkpointing.higher_is_better",
     ),
     *nothing("the run leaves model/ in Hugging Face form; `ratchet convert` makes other forms", "checkpointing.*"),
-    *nothing(
+    *idle(
         shared.MICRO, "policy.train_micro_batch_size", "policy.logprob_batch_size", "policy.generation_batch_size",
         "policy.dynamic_batching.*", "policy.logprob_chunk_size",
     ),
-    *nothing(shared.PACKED, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"),
+    *idle(shared.PACKED, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"),
     *nothing(
         shared.FLOAT32, "policy.precision", f"{GENERATION}.vllm_cfg.precision", f"{GENERATION}.vllm_cfg.kv_cache_dtype",
     ),
@@ -96,7 +117,7 @@ COMMON = (
         "the model's context is the bound, and sampling.max_new_tokens bounds an answer",
         "policy.max_total_sequence_length", "data.max_input_seq_length",
     ),
-    *nothing(shared.CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
+    *idle(shared.CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
     *within(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size"),
     *within(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size"),
     Row(f"{MEGATRON}.optimizer.clip_grad", note="policy.max_grad_norm counts, which it repeats"),
@@ -110,26 +131,26 @@ COMMON = (
     Row("data.default.input_key", "environment.columns", how=to.column("prompt")),
     Row("data.train.output_key", "environment.columns", how=to.column("answer")),
     Row("data.default.output_key", "environment.columns", how=to.column("answer")),
-    Row("data.validation.data_path", "environment.test", how=lambda value, config: [value]),
+    Row("data.validation.data_path", "environment.test", how=shared.listed),
     *nothing(shared.LOADER, "data.shuffle", "data.num_workers", "data.add_*", "data.*"),
     *within("logger.wandb_enabled", "logger.wandb.*"),
     *within("logger.mlflow_enabled", "logger.mlflow.*"),
     *within("logger.swanlab_enabled", "logger.swanlab.*"),
-    *nothing("metrics go to metrics.jsonl and the terminal of themselves", "logger.*"),
+    *idle("metrics go to metrics.jsonl and the terminal of themselves", "logger.*"),
     *nothing("rewards are chosen by kind (docs/rewards.md), environments too (docs/environments.md)", "env.*"),
     *nothing("rewards judge such slips, each with its weight: malformed_tool_calls, format, regex", "reward_penalties.*"),
     *nothing("rollouts has max_staleness and order, and what is under way is the scheduler's own", "async_rl.*"),
-    *nothing("columns pass between processes of themselves", "data_plane.*"),
+    *idle("columns pass between processes of themselves", "data_plane.*"),
 )  # fmt: skip
 
 
 def _common(section: str) -> tuple[Row, ...]:
     """Keys that every one of its trainers has, with its own section's."""
     return (
-        Row(f"{section}.max_num_steps", "steps", "or fewer there, where max_num_epochs ends before", to.steps),
+        Row(f"{section}.max_num_steps", "steps", "or fewer there, where max_num_epochs ends before", positive(shared.EPOCHS)),
         Row(f"{section}.max_num_epochs", note=shared.EPOCHS),
-        Row(f"{section}.val_period", "evaluation.every", EVERY),
-        Row(f"{section}.seed", "seed"),
+        Row(f"{section}.val_period", "evaluation.every", EVERY, at_least_0, default=10),
+        Row(f"{section}.seed", "seed", how=whole, default=42),
         *nothing("is before and after each stage here (evaluation)", f"{section}.val_at_start", f"{section}.val_at_end"),
         *nothing("evaluation.tasks says how many held-out tasks", f"{section}.max_val_samples", f"{section}.val_*"),
         *COMMON,
@@ -141,22 +162,46 @@ GRPO = (
     Row("grpo.normalize_rewards", within="grpo.use_leave_one_out_baseline", default=True),
     Row("grpo.adv_estimator.name", "algorithm.kind", how=to.estimator),
     *within("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
-    Row("grpo.num_prompts_per_step", "batch_size"),
-    Row("grpo.num_generations_per_prompt", "algorithm.group_size"),
+    Row("grpo.advantage_clip_low", "algorithm.advantage_clip", how=to.advantage_clip),
+    Row("grpo.advantage_clip_high", "algorithm.advantage_clip", how=to.advantage_clip),
+    *nothing(
+        "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex", "grpo.penalize_*",
+        "grpo.invalid_tool_call_*", "grpo.malformed_thinking_*",
+    ),
+    *nothing(
+        "answers that sampler and learner see too differently leave by algorithm.correction.mask",
+        "grpo.seq_logprob_error_threshold",
+    ),
+    *nothing(
+        "advantages have no best-at-k or pass-at-1 part", "grpo.use_best_at_k", "grpo.best_at_k_*", "grpo.*combined_training*",
+    ),
+    *nothing(
+        "groups of equal rewards: algorithm.equal_rewards, rollouts.dynamic_sampling", "grpo.zero_variance_prompt_filtering",
+    ),
+    *nothing("a teacher is algorithm.teacher, one for each stage (docs/algorithms)", "on_policy_distillation.*", "_teachers.*"),
+    *idle(
+        "how the trainer computes it, not what", "grpo.deduplicate_multimodal_data", "grpo.debug_payload_metrics",
+        "grpo.calculate_advantages_on_gpu", "grpo.skip_reference_policy_logprobs_calculation",
+    ),
+    *nothing("a run ends with its steps: sentinels stop it before", "grpo.stop_at_validation_*"),
+    *nothing("evaluation.samples says how many attempts a held-out task has", "grpo.num_val_generations_per_prompt"),
+    Row("grpo.dynamic_sampling_oversample_ratio", note="groups are replaced one by one here: no more are begun than needed"),
+    Row("grpo.num_prompts_per_step", "batch_size", how=whole, default=32),
+    Row("grpo.num_generations_per_prompt", "algorithm.group_size", how=whole, default=16),
     Row("policy.train_global_batch_size", "algorithm.minibatches", ANSWERS, to.minibatches),
-    Row("grpo.max_rollout_turns", "rollouts.max_turns"),
+    Row("grpo.max_rollout_turns", "rollouts.max_turns", how=whole),
     Row("grpo.overlong_filtering", "algorithm.truncated", how=choose({True: "drop", False: "keep"})),
-    Row("grpo.use_dynamic_sampling", "rollouts.dynamic_sampling"),
+    Row("grpo.use_dynamic_sampling", "rollouts.dynamic_sampling", how=flag),
     Row(
         "grpo.dynamic_sampling_max_gen_batches", "rollouts.max_replaced",
         "groups replaced a step over batch_size; then they stay, where there the run stops",
-        when(lambda config: config["grpo.use_dynamic_sampling"], None, "use_dynamic_sampling is false there"),
+        when(lambda config: config.flag("grpo.use_dynamic_sampling"), whole, "use_dynamic_sampling is false there"),
     ),
     Row("grpo.batch_multiplier", note="groups are replaced one by one here: no more are begun than needed"),
     Row("grpo.reward_shaping.enabled", "algorithm.shaping", how=to.overlong),
     Row(
         "grpo.async_grpo.max_trajectory_age_steps", "rollouts.max_staleness",
-        how=when(lambda config: config["grpo.async_grpo.enabled"], None, "async_grpo is off there"),
+        how=when(lambda config: config.flag("grpo.async_grpo.enabled"), number, "async_grpo is off there"),
     ),
     *within("grpo.reward_shaping.enabled", "grpo.reward_shaping.*"),
     Row("grpo.async_grpo.enabled", within="grpo.async_grpo.max_trajectory_age_steps"),
@@ -167,33 +212,39 @@ GRPO = (
     ),
     Row("loss_fn.ratio_clip_min", "algorithm.loss", how=to.clip, default=0.2),
     Row("loss_fn.ratio_clip_max", "algorithm.loss", how=to.clip, default=0.2),
-    Row("loss_fn.ratio_clip_c", "algorithm.loss.dual_clip"),
+    Row(
+        "loss_fn.ratio_clip_c", "algorithm.loss.dual_clip",
+        how=when(
+            lambda config: not (config.flag("loss_fn.disable_ppo_ratio") or config.flag("loss_fn.use_cispo")), number,
+            "acts on the clipped ratio alone there",
+        ),
+    ),
     Row(
         "loss_fn.token_level_loss", "algorithm.weighting",
         how=choose({True: "token_mean", False: "sequence_mean"}), default=True,
     ),
-    Row("loss_fn.reference_policy_kl_penalty", "algorithm.kl", how=to.kl, default=0.0),
+    Row("loss_fn.reference_policy_kl_penalty", "algorithm.kl", how=to.kl, default=0.01),
     Row("loss_fn.reference_policy_kl_type", within="loss_fn.reference_policy_kl_penalty", default="k3"),
     Row("loss_fn.use_importance_sampling_correction", "algorithm.correction", how=to.correction),
     Row(
         "loss_fn.force_on_policy_ratio",
         note="with minibatches and epochs of 1 all ratios are 1, and nothing is computed twice",
     ),
-    Row("loss_fn.positive_example_nll_weight", "algorithm.positive_nll_coef"),
+    Row("loss_fn.positive_example_nll_weight", "algorithm.positive_nll_coef", how=number),
     *within(
         "loss_fn.ratio_clip_min", "loss_fn.disable_ppo_ratio", "loss_fn.use_cispo", "loss_fn.sequence_level_importance_ratios",
     ),
-    *within("loss_fn.use_importance_sampling_correction", "loss_fn.truncated_importance_sampling_*"),
+    *within("loss_fn.use_importance_sampling_correction", f"{to.TIS}_type", f"{to.TIS}_ratio", f"{to.TIS}_ratio_min"),
     Row("loss_fn.use_kl_in_reward", within="loss_fn.reference_policy_kl_penalty"),
     *nothing(
         "the ratio to the sampler's policy weighs the KL here, without clamps", "loss_fn.use_on_policy_kl_approximation",
         "loss_fn.kl_*",
     ),
-    Row(f"{GENERATION}.max_new_tokens", "sampling.max_new_tokens"),
-    Row(f"{GENERATION}.temperature", "sampling.temperature", how=lambda value, config: float(value)),
-    Row(f"{GENERATION}.top_p", "sampling.top_p", how=lambda value, config: float(value)),
-    Row(f"{GENERATION}.top_k", "sampling.top_k"),
-    Row(f"{GENERATION}.stop_strings", "sampling.stop"),
+    Row(f"{GENERATION}.max_new_tokens", "sampling.max_new_tokens", how=whole),
+    Row(f"{GENERATION}.temperature", "sampling.temperature", how=real),
+    Row(f"{GENERATION}.top_p", "sampling.top_p", how=real),
+    Row(f"{GENERATION}.top_k", "sampling.top_k", how=at_least_0),
+    Row(f"{GENERATION}.stop_strings", "sampling.stop", how=shared.listed),
     Row(f"{GENERATION}.stop_token_ids", note="a model's own end tokens end an answer; others as text in sampling.stop"),
     Row(f"{GENERATION}.backend", "generator", how=to.generator_of),
     Row(
@@ -215,7 +266,7 @@ GRPO = (
 
 def _given(section: str, note: str) -> tuple[Row, ...]:
     return (
-        Row("policy.train_global_batch_size", "batch_size"),
+        Row("policy.train_global_batch_size", "batch_size", how=whole),
         Row("data.train.dataset_name", "environment", note=note, how=to.rows),
         Row("data.train.data_path", "environment", note=note, how=to.rows),
         Row("data.dataset_name", "environment", note=note, how=to.rows),
@@ -224,13 +275,16 @@ def _given(section: str, note: str) -> tuple[Row, ...]:
 
 
 DPO = (
-    Row("dpo.reference_policy_kl_penalty", "algorithm.beta", "the beta of DPO", default=0.05),
+    Row("dpo.reference_policy_kl_penalty", "algorithm.beta", "the beta of DPO", real, default=0.05),
     Row("dpo.preference_average_log_probs", "algorithm.normalize", how=choose({True: "mean", False: "sum"})),
     Row(
         "dpo.sft_loss_weight", "algorithm.sft_coef", "over preference_loss_weight",
-        lambda value, config: value / (config["dpo.preference_loss_weight"] or 1),
+        to.sft_coef,
     ),
-    Row("dpo.preference_loss_weight", note="the loss has weight 1 here, and sft_coef is over it"),
+    Row(
+        "dpo.preference_loss_weight", note="the loss has weight 1 here, and sft_coef is over it: scale optimizer.lr by it",
+        default=1,
+    ),
     Row("dpo.sft_average_log_probs", note="the likelihood of the chosen answers is a mean over their tokens"),
     *_given("dpo", shared.PAIRS),
 )  # fmt: skip

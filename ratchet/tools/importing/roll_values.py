@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ratchet.tools.importing import shared
-from ratchet.tools.importing.table import Config, Convert, Sets, Without, when
+from ratchet.tools.importing import numbers, shared
+from ratchet.tools.importing.numbers import Misread
+from ratchet.tools.importing.table import Config, Convert, Idle, Sets, Without, when
 
-PLACES = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)|\[([\d,\s]*)\]")
+RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?(?:,\s*(\d+)\s*)?\)\)?")
+LIST = re.compile(r"(?:list\()?\[([\d,\s]*)\]\)?")
+MAX_DEVICES = 1_000_000
+CORRECTION = "train_infer_correction"
 JUDGES: Mapping[str, Mapping[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
     "CodeSandboxRewardWorker": {"kind": "code"},
@@ -19,18 +23,27 @@ JUDGES: Mapping[str, Mapping[str, Any]] = {
 
 
 def accelerators(role: str, config: Config) -> int:
-    """Of a role, by its device_mapping, an expression of Python that is read and not run."""
-    given = config[f"{role}.device_mapping"]
-    if isinstance(given, list):
-        return max(1, len(given))
-    match = PLACES.fullmatch(str(given).strip())
-    if match is None:
+    """Of a role, by its device_mapping, a sum of Python's ranges and lists that is read and not run."""
+    key = f"{role}.device_mapping"
+    mapping = config[key]
+    if mapping is None:
         return 1
-    return max(1, int(match[2]) - int(match[1])) if match[2] else max(1, len(match[3].split(",")))
+    if isinstance(mapping, list):
+        return max(1, len(mapping))
+    return max(1, sum(_places(part.strip(), key) for part in str(mapping).split("+")))
+
+
+def _places(text: str, key: str) -> int:
+    if match := LIST.fullmatch(text):
+        return len([place for place in match[1].split(",") if place.strip()])
+    if (match := RANGE.fullmatch(text)) and len(text) < 100:
+        places = numbers.span(match[1], match[2], match[3])
+        return len(places[:MAX_DEVICES])
+    raise Misread(f"{key} is {text[:40]!r}, and not list(range(0,8)) or a list: set learner, generator and cluster by hand")
 
 
 def ways_of(role: str, part: str, config: Config) -> int:
-    return config[f"{role}.strategy_args.strategy_config.{part}"] or 1
+    return config.whole(f"{role}.strategy_args.strategy_config.{part}", 1)
 
 
 def data_ranks(role: str, config: Config) -> int:
@@ -38,21 +51,23 @@ def data_ranks(role: str, config: Config) -> int:
     ways = 1
     for part in parts:
         ways *= ways_of(role, part, config)
-    ways *= config[f"{role}.model_args.ulysses_size"] or 1
-    return max(1, accelerators(role, config) // ways)
+    ways *= config.whole(f"{role}.model_args.ulysses_size", 1)
+    return numbers.quotient(accelerators(role, config), ways, f"{role}'s accelerators over its parallel sizes")
 
 
 def step(role: str, config: Config) -> int:
     """Rows of an optimizer step."""
     args = f"{role}.training_args"
-    return (
-        config[f"{args}.per_device_train_batch_size"] * config[f"{args}.gradient_accumulation_steps"] * data_ranks(role, config)
-    )
+    rows_of_rank = config.whole(f"{args}.per_device_train_batch_size") * config.whole(f"{args}.gradient_accumulation_steps")
+    return rows_of_rank * data_ranks(role, config)
 
 
 def minibatches(value: Any, config: Config) -> int:
-    answers = config["rollout_batch_size"] * config["num_return_sequences_in_group"]
-    return max(1, min(config["rollout_batch_size"], answers // step("actor_train", config)))
+    answers = config.whole("rollout_batch_size") * config.whole("num_return_sequences_in_group")
+    count = numbers.quotient(answers, step("actor_train", config), "a batch's answers over those of an optimizer step")
+    if count > config.whole("rollout_batch_size"):
+        raise Misread(f"a batch has {count} optimizer steps there, more than prompts: set algorithm.minibatches by hand")
+    return count
 
 
 def rows(role: str) -> Convert:
@@ -60,24 +75,28 @@ def rows(role: str) -> Convert:
 
 
 def estimator(value: Any, config: Config) -> Any:
-    mean, std = config["norm_mean_type"], config["norm_std_type"]
     if value == "gae":
         return Sets(
             {
                 "algorithm.kind": "ppo",
-                "algorithm.advantage.gamma": float(config["gamma"]),
-                "algorithm.advantage.lam": float(config["lambd"]),
+                "algorithm.advantage.gamma": numbers.real(config["gamma"], "gamma"),
+                "algorithm.advantage.lam": numbers.real(config["lambd"], "lambd"),
                 "algorithm.advantage.bootstrap": False,
             }
         )
     if value == "gigpo":
-        return Sets({"algorithm.kind": "gigpo", "algorithm.advantage.gamma": config["step_reward_gamma"] or 0.95})
+        return Sets({"algorithm.kind": "gigpo", "algorithm.advantage.gamma": config.number("step_reward_gamma")})
     if value not in ("grpo", "reinforce"):
         return Without("there are ppo (gae), grpo, reinforce_pp (reinforce) and gigpo: the recipe is grpo's own")
-    if value == "grpo" or (mean == "group" and std in ("group", None)):
-        scale = {"algorithm.advantage.scale": "std" if value == "grpo" or std == "group" else "none"}
+    mean, std = config["norm_mean_type"], config["norm_std_type"]
+    if value == "grpo":
+        return Sets({"algorithm.kind": "grpo", "algorithm.advantage.scale": "std"}, "the baseline is the group's mean")
+    if mean not in (None, "batch", "group", "running") or std not in (None, "batch", "group", "running"):
+        return Without(f"norm_mean_type={mean} and norm_std_type={std} are not known here: set algorithm.shaping")
+    if mean == "group" and std in ("group", None):
+        scale = {"algorithm.advantage.scale": "std" if std == "group" else "none"}
         return Sets({"algorithm.kind": "grpo", **scale}, "the baseline is the group's mean")
-    shaping = [{"kind": "normalise", "over": std, "center": mean == std}] if std else []
+    shaping = _clip(config) + ([{"kind": "normalise", "over": std, "center": mean == std}] if std else [])
     turns = {
         "algorithm.kind": "policy_gradient",
         "algorithm.advantage.kind": "turn_returns",
@@ -88,14 +107,22 @@ def estimator(value: Any, config: Config) -> Any:
 
 
 def clip(value: Any, config: Config) -> Any:
-    low, high = config["pg_clip"], config["pg_clip"]
-    if config["use_pg_clip_range"]:
-        low, high = config["pg_clip_low"], config["pg_clip_high"]
-    kind = "gspo" if config["importance_sampling"] == "seq" else "ppo"
+    if config.flag("use_pg_clip_range"):
+        low, high = config.number("pg_clip_low"), config.number("pg_clip_high")
+    else:
+        low = high = config.number("pg_clip")
+    level = config["importance_sampling"]
+    if level not in (None, "token", "seq"):
+        return Without(f"importance_sampling={level} is not known here: set algorithm.loss")
+    kind = "gspo" if level == "seq" else "ppo"
     values: dict[str, Any] = {"algorithm.loss.kind": kind, "algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high}
-    if config["dual_clip_loss"] and kind == "ppo":
-        return Sets({**values, "algorithm.loss.dual_clip": 1 + 2 * high}, "dual_clip is 1 + 2 x pg_clip, as there")
-    return Sets(values)
+    if not config.flag("dual_clip_loss"):
+        return Sets(values)
+    if kind != "ppo":
+        return Sets(values, "their dual clip is on too, and gspo has none here")
+    return Sets(
+        {**values, "algorithm.loss.dual_clip": 1 + 2 * config.number("pg_clip")}, "dual_clip is 1 + 2 x pg_clip, as there"
+    )
 
 
 def aggregation(value: Any, config: Config) -> Any:
@@ -108,38 +135,66 @@ def aggregation(value: Any, config: Config) -> Any:
         return Sets({"algorithm.weighting": "token_sum"}, "a sum over tokens, over the count of answers")
     if value == "seq-mean-token-sum-norm":
         return Sets(
-            {"algorithm.weighting": "fixed_length", "algorithm.fixed_length": config["response_length"]},
+            {
+                "algorithm.weighting": "fixed_length",
+                "algorithm.fixed_length": longest(config["actor_infer.generating_args.max_new_tokens"], config),
+            },
             "the constant is max_new_tokens",
         )
     return Without("algorithm.weighting has token_mean, sequence_mean, prompt_mean, token_sum and fixed_length")
 
 
 def kl_loss(value: Any, config: Config) -> Any:
-    if not (value and config["kl_loss_coef"]):
-        return Without("off there, and here by default")
-    return Sets({"algorithm.kl.coef": config["kl_loss_coef"], "algorithm.kl.objective": "forward"}, shared.KL_FORWARD)
+    if not numbers.flag(value):
+        return Idle("off there, and here by default")
+    coef = numbers.real(config["kl_loss_coef"], "kl_loss_coef")
+    if not coef:
+        return Idle("its coefficient is 0 there")
+    return Sets({"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD)
 
 
 def kl_reward(value: Any, config: Config) -> Any:
-    if not value:
-        return Without("off there, and here by default")
-    adaptive = {"algorithm.kl.target": config["target_kl"]} if config["target_kl"] else {}
+    if not numbers.flag(value):
+        return Idle("off there, and here by default")
+    adaptive = {} if config["target_kl"] is None else {"algorithm.kl.target": config.number("target_kl")}
     return Sets(
-        {"algorithm.kl.coef": config["init_kl_coef"], "algorithm.kl.place": "reward", **adaptive},
+        {"algorithm.kl.coef": config.number("init_kl_coef"), "algorithm.kl.place": "reward", **adaptive},
         "k1 of each token, whatever kl_penalty says there",
     )
 
 
 def ahead(value: Any, config: Config) -> Any:
-    return value if value else Without("0 there: nothing is drawn ahead")
+    return numbers.number(value) or Idle("0 there: nothing is drawn ahead")
 
 
 def correction(value: Any, config: Config) -> Any:
-    if not value:
-        return Without("off there")
-    level, bound = (config[f"train_infer_correction.is_weight.{key}"] for key in ("weight_type", "upper_bound"))
+    if not numbers.flag(value):
+        return Idle("off there")
+    level, bound = config[f"{CORRECTION}.is_weight.weight_type"], config[f"{CORRECTION}.is_weight.upper_bound"]
     note = "a segment is what a turn is here" if level == "segment" else ""
-    return Sets({"algorithm.correction": {"weight": {"segment": "turn"}.get(level, level), "weight_high": bound}}, note)
+    high = None if bound is None else numbers.number(bound, "upper_bound")
+    return Sets(
+        {"algorithm.correction.weight": {"segment": "turn"}.get(level, level), "algorithm.correction.weight_high": high}, note
+    )
+
+
+def filters(value: Any, config: Config) -> Any:
+    """Convert one filter by the ratio to the mask; there may be several there, or by differences."""
+    on = [rule for rule in shared.listed(value, config) if rule and numbers.flag(rule.get("enabled", False), "enabled")]
+    if not on:
+        return Idle("no filter is enabled there")
+    rule = on[0]
+    ratio, difference = (numbers.flag(rule.get(f"{kind}_enabled", kind == "ratio"), kind) for kind in ("ratio", "diff"))
+    if len(on) > 1 or difference or not ratio:
+        return Without("algorithm.correction.mask is one, by the ratio: set its level, mask_low and mask_high")
+    level = rule.get("agg_type", "token")
+    low, high = (numbers.real(rule.get(f"ratio_{side}", usual), side) for side, usual in (("low", 0.8), ("high", 1.2)))
+    masked = {"mask": {"segment": "turn"}.get(level, level), "mask_low": low, "mask_high": high}
+    masked |= shared.denominator(every=False)[0]
+    if not config.flag(f"{CORRECTION}.is_weight.enabled"):
+        masked["weight"] = "none"
+    note = "a segment is what a turn is here" if level == "segment" else ""
+    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
 
 
 def rewards(value: Any, config: Config) -> Any:
@@ -169,9 +224,9 @@ def learner(role: str) -> Convert:
         if value not in ("megatron_train", "fsdp2_train"):
             return Without("learner.kind is local, dtensor (FSDP2) or megatron here")
         if value == "fsdp2_train":
-            context = config[f"{role}.model_args.ulysses_size"] or 1
             if accelerators(role, config) == 1:
                 return Sets({"learner.kind": "local"}, "one accelerator: the learner is in the run's own process")
+            context = config.whole(f"{role}.model_args.ulysses_size", 1)
             return Sets(
                 {
                     "learner.kind": "dtensor",
@@ -195,8 +250,9 @@ def generator_of(value: Any, config: Config) -> Any:
         return Without("generator.kind is engine, vllm or hf here: the recipe has the engine that is built in")
     ways = ways_of("actor_infer", "tensor_parallel_size", config)
     keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": ways}
-    if context := config["actor_infer.strategy_args.strategy_config.max_model_len"]:
-        keys["max_context"] = context
+    length = "actor_infer.strategy_args.strategy_config.max_model_len"
+    if config[length] is not None:
+        keys["max_context"] = config.whole(length)
     copies = max(1, accelerators("actor_infer", config) // ways)
     generator = {"kind": "workers", "workers": copies, "of": keys} if copies > 1 else keys
     megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
@@ -210,7 +266,8 @@ def generator_of(value: Any, config: Config) -> Any:
 
 def files(value: Any, config: Config) -> Any:
     columns = {"environment.columns.prompt": "prompt", "environment.columns.answer": "ground_truth"}
-    return Sets({**shared.rows(value, config).values, **columns}, "their columns, named in environment.columns")
+    rows = shared.rows(value, config)
+    return Sets({**rows.values, **columns}, "; ".join(filter(None, ["their columns, named in environment.columns", rows.note])))
 
 
 def column(usual: str) -> Convert:
@@ -229,12 +286,39 @@ def targets(value: Any, config: Config) -> Any:
     return "all-linear" if value in ("all-linear", "all") else [name.strip() for name in str(value).split(",")]
 
 
-def beta(value: Any, config: Config) -> Any:
-    return float(value)
-
-
 def checkpointing(role: str) -> Convert:
     def plain(config: Config) -> bool:
         return config[f"{role}.strategy_args.strategy_name"] != "megatron_train"
 
-    return when(plain, lambda value, config: not value, "learner.recompute says it with megatron")
+    return when(plain, lambda value, config: not numbers.flag(value), "learner.recompute says it with megatron")
+
+
+def kept(value: Any, config: Config) -> Any:
+    count = numbers.whole(value, least=0)
+    return count or Without("0 there keeps all: checkpoint.keep_every does")
+
+
+def _clip(config: Config) -> list[dict[str, Any]]:
+    if config["reward_clip"] is None:
+        return []
+    bound = numbers.real(config["reward_clip"], "reward_clip")
+    return [{"kind": "clip", "low": -bound, "high": bound}]
+
+
+def clipped_reward(value: Any, config: Config) -> Any:
+    """Return the clip, as the first part of what the estimator sets to shape rewards, if it does."""
+    estimated = estimator(config["adv_estimator"], config)
+    whole = estimated.values.get("algorithm.shaping") if isinstance(estimated, Sets) else None
+    return whole or _clip(config)
+
+
+def longest(value: Any, config: Config) -> Any:
+    """Return what sequence_length leaves after prompt_length, else response_length; they go over generating_args.
+
+    Not where environments are played: there these lengths are those of the whole, and generating_args counts.
+    """
+    if any(key.startswith("train_env_manager.") and content is not None for key, content in config.values.items()):
+        return numbers.whole(value)
+    if config["sequence_length"] is not None:
+        return numbers.whole(config.whole("sequence_length") - config.whole("prompt_length"), "an answer's length", 1)
+    return config.whole("response_length") if config["response_length"] is not None else numbers.whole(value)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+from ratchet.algorithms.config.policy_losses import CorrectionConfig
 from ratchet.data.presets import PRESETS
+from ratchet.tools.importing import numbers
 from ratchet.tools.importing.table import Config, Sets, Without
 
 FLOAT32 = (
@@ -16,6 +19,7 @@ MICRO = (
     "a micro-batch is counted in tokens here (learner.micro_batch_tokens, auto by default), and its size changes memory and "
     "speed, never the result"
 )
+BASE = "the file that the command begins with is not read: import it, and set these over it"
 CACHE = "vLLM's cache is bounded in GiB here (generator.kv_cache_gib), not as a share of the device"
 EPOCHS = "steps are counted here, not passes over the data: set steps to passes x rows / batch_size"
 NUMERICS = "has no switch here: the learner chooses how it computes"
@@ -36,28 +40,44 @@ KL_FORWARD = (
 )
 
 
-def rate(optimizer_steps: int | None) -> Any:
-    """A share of all optimizer steps as their number."""
-
-    def how(value: Any, config: Config) -> Any:
-        if not value:
-            return 0
-        return (
-            Without("a share of all steps, whose number the file doesn't give: set optimizer.warmup_steps")
-            if optimizer_steps is None
-            else round(value * optimizer_steps)
-        )
-
-    return how
+def share(value: Any, steps: int | None, rounded: Callable[[float], int]) -> Any:
+    """Return a share of all optimizer steps as their number, rounded as the peer does it."""
+    part = numbers.number(value)
+    if part == 0:
+        return 0
+    if steps is None:
+        return Without("a share of all steps, whose number the file doesn't give: set optimizer.warmup_steps")
+    return rounded(part * steps)
 
 
 def betas(first: str, second: str) -> Any:
     """Two keys of theirs are one of ours."""
-    return lambda value, config: [config[first], config[second]]
+    return lambda value, config: [config.number(first), config.number(second)]
 
 
 def model(value: Any, config: Config) -> Any:
     return str(value)
+
+
+def template(value: Any, config: Config) -> Any:
+    if str(value).endswith(".jinja"):
+        return value
+    return Without("its text goes into a .jinja file, and that file's path into tokenizer.template")
+
+
+def denominator(every: bool) -> tuple[dict[str, Any], str]:
+    """Return what says whether masked tokens stay in the mean's count, and a note where nothing can.
+
+    Theirs stay where the mask makes their weight 0 (IcePop), and leave where it takes them from the answer.
+    """
+    if "mask_denominator" in CorrectionConfig.model_fields:
+        return {"mask_denominator": "all" if every else "kept"}, ""
+    return {}, "tokens that are masked stay in the mean's count there, and leave it here" if every else ""
+
+
+def norm(value: Any, config: Config) -> Any:
+    """Convert a norm: theirs clips nothing at 0, ours at null."""
+    return numbers.number(value) or None
 
 
 def run_name(value: Any, config: Config) -> str:
@@ -90,10 +110,13 @@ def rows(value: Any, config: Config) -> Any:
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if all(FILE.search(name) for name in names):
         return Sets({"environment.train": names})
+    others = f"{', '.join(names[1:])} beside it: environment.kind=mixture has parts" if len(names) > 1 else ""
     ids = {_bare(name): name for name in PRESETS} | {_bare(preset.hub): name for name, preset in PRESETS.items()}
     known = ids.get(_bare(names[0]))
     note = "the preset says what its columns mean (docs/data.md)" if known else ""
-    return Sets({"environment.preset": known} if known else {"environment.hub": names[0]}, note)
+    return Sets(
+        {"environment.preset": known} if known else {"environment.hub": names[0]}, "; ".join(filter(None, [note, others]))
+    )
 
 
 def listed(value: Any, config: Config) -> Any:

@@ -10,12 +10,28 @@ from typing import Any
 
 from ratchet.tools.importing import shared
 from ratchet.tools.importing import trl_values as to
-from ratchet.tools.importing.table import Method, Peer, Row, Sets, choose, nothing, when, within
+from ratchet.tools.importing.table import (
+    Method,
+    Peer,
+    Row,
+    alone,
+    at_least_0,
+    choose,
+    flag,
+    idle,
+    nothing,
+    number,
+    real,
+    when,
+    whole,
+    within,
+)
 
 COUNTED = (
     "a batch is counted in prompts here, in answers of one process there: multiply batch_size by the processes that you launch;"
     " minibatches is how many optimizer steps a batch is split into"
 )
+OVER_ALL = "counted over all processes there, and read here as if there were one: divide it by them and import again"
 ROWS_COUNTED = "counted for one process there: multiply batch_size by the processes that you launch"
 PLACED = "learner, generator and cluster say where it runs (docs/cluster.md), and nothing is launched beside `ratchet train`"
 HUB = "nothing is uploaded: the run leaves model/ in Hugging Face form, and `huggingface-cli upload` sends it"
@@ -24,42 +40,42 @@ HUB = "nothing is uploaded: the run leaves model/ in Hugging Face form, and `hug
 TRAINING = (
     Row("model_name_or_path", "model.path"),
     Row("model_revision", "model.revision"),
-    Row("trust_remote_code", "model.trust_remote_code"),
+    Row("trust_remote_code", "model.trust_remote_code", how=flag),
     Row("lr_scheduler_type", "optimizer.schedule", how=to.schedule, default="linear"),
     Row("warmup_steps", "optimizer.warmup_steps", how=to.warmup),
     Row("warmup_ratio", "optimizer.warmup_steps", how=to.warmup),
-    Row("weight_decay", "optimizer.weight_decay"),
+    Row("weight_decay", "optimizer.weight_decay", "on matrices only", number),
     Row("adam_beta1", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.9),
     Row("adam_beta2", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.999),
-    Row("adam_epsilon", "optimizer.eps"),
-    Row("max_grad_norm", "optimizer.max_grad_norm"),
+    Row("adam_epsilon", "optimizer.eps", how=number),
+    Row("max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
     Row("optim", "optimizer.kind", how=to.optimizer),
-    Row("seed", "seed", default=42),
-    Row("gradient_checkpointing", "learner.activation_checkpointing", default=True),
-    Row("save_steps", "checkpoint.every", how=to.every("save_strategy"), default=500),
-    Row("save_total_limit", "checkpoint.keep", how=lambda value, config: max(1, value)),
+    Row("seed", "seed", how=whole, default=42),
+    Row("gradient_checkpointing", "learner.activation_checkpointing", how=flag, default=True),
+    Row("save_steps", "checkpoint.every", how=to.every("save_strategy", "checkpoint.every"), default=500),
+    Row("save_total_limit", "checkpoint.keep", how=to.kept),
     Row(
         "eval_steps", "evaluation.every", "what is evaluated is `evaluation` here: greedy accuracy on held-out tasks",
-        to.every("eval_strategy"),
+        to.every("eval_strategy", "evaluation.every"),
     ),
     Row("run_name", "name", how=shared.run_name),
     Row("output_dir", "run_dir"),
     Row("report_to", "logging.sinks", how=to.reports),
-    Row("lora_r", "lora.rank", how=to.lora(), default=16),
-    Row("lora_alpha", "lora.alpha", how=to.lora(lambda value, config: float(value)), default=32),
-    Row("lora_dropout", "lora.dropout", how=to.lora(), default=0.05),
+    Row("lora_r", "lora.rank", how=to.lora(whole), default=16),
+    Row("lora_alpha", "lora.alpha", how=to.lora(real), default=32),
+    Row("lora_dropout", "lora.dropout", how=to.lora(number), default=0.05),
     Row(
         "lora_target_modules",
         "lora.target_modules",
-        how=to.lora(lambda value, config: value[0] if value == ["all-linear"] else value),
+        how=to.lora(to.targets),
         default=["q_proj", "v_proj"],
     ),
-    Row("use_rslora", "lora.rslora", how=to.lora()),
+    Row("use_rslora", "lora.rslora", how=to.lora(flag)),
     Row("load_in_4bit", "lora.base", how=to.lora(choose({True: "nf4"}))),
     Row("save_strategy", within="save_steps", default="steps"),
     Row("eval_strategy", within="eval_steps", default="no"),
     Row("use_peft", within="lora_r"),
-    Row("lr_scheduler_kwargs", within="lr_scheduler_type"),
+    *within("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
     Row("project", within="report_to"),
     *nothing(shared.FLOAT32, "dtype", "torch_dtype", "bf16", "fp16", "tf32", "cast_lm_head_to_fp32"),
     *nothing(
@@ -70,10 +86,10 @@ TRAINING = (
         shared.LOADER, "dataloader_*", "remove_unused_columns", "dataset_num_proc", "dataset_streaming", "shuffle_dataset",
         "data_seed",
     ),
-    *nothing(shared.PACKED, "padding_free", "pad_to_multiple_of", "group_by_length", "pad_token", "packing*", "eval_packing"),
+    *idle(shared.PACKED, "padding_free", "pad_to_multiple_of", "group_by_length", "pad_token", "packing*", "eval_packing"),
     *nothing(PLACED, "deepspeed", "fsdp*", "ddp_*", "local_rank", "ds3_gather_for_generation", "accelerator_config", "use_cpu"),
     *nothing(HUB, "push_to_hub", "hub_*"),
-    *nothing("every step is logged", "logging_*", "log_*", "num_completions_to_print", "disable_tqdm"),
+    *idle("every step is logged", "logging_*", "log_*", "num_completions_to_print", "disable_tqdm"),
     *nothing(
         "is drawn from the held-out tasks: evaluation.tasks says how many", "per_device_eval_batch_size",
         "eval_accumulation_steps", "num_generations_eval", "eval_on_start", "do_eval",
@@ -139,36 +155,36 @@ TRAINING = (
 
 ATTEMPTS = (
     Row("loss_type", "algorithm.kind, algorithm.weighting", how=to.loss, default="dapo"),
-    Row("num_generations", "algorithm.group_size", default=8),
+    Row("num_generations", "algorithm.group_size", how=whole, default=8),
     Row("per_device_train_batch_size", "batch_size", COUNTED, to.prompts, default=8),
     Row("gradient_accumulation_steps", "batch_size", COUNTED, to.prompts, default=1),
-    Row("generation_batch_size", "algorithm.minibatches, algorithm.minibatches_of", COUNTED, to.divided),
+    Row("generation_batch_size", "algorithm.minibatches, algorithm.minibatches_of", OVER_ALL, to.divided),
     Row("steps_per_generation", "algorithm.minibatches, algorithm.minibatches_of", COUNTED, to.divided),
-    Row("num_iterations", "algorithm.epochs", default=1),
+    Row("num_iterations", "algorithm.epochs", how=whole, default=1),
     Row("max_steps", "steps", "steps are batches here and optimizer steps there: theirs over minibatches x epochs", to.batches),
     Row("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
-    Row("max_completion_length", "sampling.max_new_tokens", default=512),
-    Row("temperature", "sampling.temperature", default=1.0),
-    Row("top_p", "sampling.top_p"),
-    Row("top_k", "sampling.top_k"),
-    Row("min_p", "sampling.min_p"),
+    Row("max_completion_length", "sampling.max_new_tokens", how=whole, default=512),
+    Row("temperature", "sampling.temperature", how=number, default=1.0),
+    Row("top_p", "sampling.top_p", how=number),
+    Row("top_k", "sampling.top_k", how=at_least_0),
+    Row("min_p", "sampling.min_p", how=number),
     Row("beta", "algorithm.kl.coef, algorithm.kl.objective", how=to.kl, default=0.0),
     Row("scale_rewards", "algorithm.advantage.scale", how=to.reward_scale, default="group"),
     Row("delta", note="algorithm.loss.dual_clip bounds negative advantages alone, at any sign theirs: set it if that will do"),
     Row("mask_truncated_completions", "algorithm.truncated", how=choose({True: "drop", False: "keep"})),
-    Row("entropy_coef", "algorithm.entropy_coef"),
+    Row("entropy_coef", "algorithm.entropy_coef", how=number),
     Row("reward_funcs", "rewards", how=to.rewards),
     Row("use_vllm", "generator.kind, cluster.colocated", how=to.vllm),
     Row(
         "vllm_tensor_parallel_size", "generator.tensor_parallel",
-        how=when(lambda config: config["use_vllm"], None, "use_vllm is false there"),
+        how=when(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
     ),
     Row(
         "vllm_max_model_length", "generator.max_context",
-        how=when(lambda config: config["use_vllm"], None, "use_vllm is false there"),
+        how=when(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
     ),
     Row("vllm_importance_sampling_correction", "algorithm.correction", how=to.correction, default=True),
-    Row("max_tool_calling_iterations", "rollouts.max_turns"),
+    Row("max_tool_calling_iterations", "rollouts.max_turns", how=whole),
     Row("dataset_name", "environment", shared.ROWS, shared.rows),
     Row(
         "off_policy_mask_threshold",
@@ -190,8 +206,9 @@ ATTEMPTS = (
     *nothing(
         "path of a model with a scalar head goes into rewards: [{kind: reward_model, path: ...}]", "reward_model_name_or_path",
     ),
-    *within("loss_type", "epsilon_high", "importance_sampling_level", "vespo_*"),
-    *nothing(shared.CACHE, "vllm_gpu_memory_utilization"),
+    *within("loss_type", "epsilon_high", "importance_sampling_level"),
+    *nothing("algorithm.loss has ppo, gspo, cispo, sapo, gmpo, topr and kimi", "vespo_*"),
+    *idle(shared.CACHE, "vllm_gpu_memory_utilization"),
     *nothing(
         "cluster.colocated says whether vLLM shares the accelerator, and vLLM is started by the run itself", "vllm_server_*",
         "vllm_group_port", "vllm_enable_sleep_mode", "vllm_model_impl",
@@ -231,7 +248,7 @@ PREFERENCES = (
     Row("beta", within="loss_type", default=0.1),
     Row("label_smoothing", within="loss_type"),
     Row("loss_weights", within="loss_type"),
-    Row("learning_rate", "optimizer.lr", default=1e-6),
+    Row("learning_rate", "optimizer.lr", how=number, default=1e-6),
     Row("dataset_name", "environment", shared.PAIRS, shared.rows),
     *nothing(
         "the divergence of DPO is the reverse KL here", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha",
@@ -241,7 +258,7 @@ PREFERENCES = (
 )  # fmt: skip
 
 SUPERVISED = (
-    Row("learning_rate", "optimizer.lr", default=2e-5),
+    Row("learning_rate", "optimizer.lr", how=number, default=2e-5),
     Row("dataset_name", "environment", shared.ROWS, shared.rows),
     Row(
         "assistant_only_loss", "algorithm.train", "only assistant messages ever train here: all of them, or the last",
@@ -251,14 +268,12 @@ SUPERVISED = (
         "completion_only_loss", "algorithm.train", "only assistant messages ever train here: all of them, or the last",
         choose({True: "last"}),
     ),
-    Row(
-        "loss_type", note="the loss is the likelihood of the given tokens", how=choose({"nll": "sft"}),
-    ),
+    Row("loss_type", how=alone("nll", "the loss is the likelihood of the given tokens")),
     *GIVEN,
 )  # fmt: skip
 
 REWARD_MODEL = (
-    Row("learning_rate", "optimizer.lr", default=1e-4),
+    Row("learning_rate", "optimizer.lr", how=number, default=1e-4),
     Row("dataset_name", "environment", shared.PAIRS, shared.rows),
     Row("center_rewards_coefficient", note="scores are not pulled towards 0"),
     *GIVEN,
@@ -266,30 +281,28 @@ REWARD_MODEL = (
 
 LABELLED = "labelled answers are read by their columns prompt, completion and label here"
 KTO = (
-    Row("learning_rate", "optimizer.lr", default=1e-6),
-    Row("beta", "algorithm.beta", default=0.1),
-    Row("desirable_weight", "algorithm.desirable"),
-    Row("undesirable_weight", "algorithm.undesirable"),
+    Row("learning_rate", "optimizer.lr", how=number, default=1e-6),
+    Row("beta", "algorithm.beta", how=real, default=0.1),
+    Row("desirable_weight", "algorithm.desirable", how=number),
+    Row("undesirable_weight", "algorithm.undesirable", how=number),
     Row("dataset_name", "environment", LABELLED, shared.rows),
-    Row(
-        "loss_type", note="the loss is KTO's own", how=choose({"kto": "kto"}),
-    ),
+    Row("loss_type", how=alone("kto", "the loss is KTO's own")),
     *GIVEN,
 )  # fmt: skip
 
 OTHERWISE = ("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards")
 RLOO = (
-    Row("num_generations", "algorithm.group_size", default=2),
+    Row("num_generations", "algorithm.group_size", how=whole, default=2),
     Row(
         "beta", "algorithm.kl", "a penalty in the reward of each token, as there of the whole answer",
-        lambda value, config: Sets({"algorithm.kl": {"coef": value, "place": "reward"} if value else {}}), default=0.05,
+        to.kl_in_reward, default=0.05,
     ),
-    Row("epsilon", "algorithm.loss.clip_low", default=0.2),
-    Row("epsilon_high", "algorithm.loss.clip_high"),
-    Row("normalize_advantages", "algorithm.whiten"),
+    Row("epsilon", "algorithm.loss.clip_low", how=number, default=0.2),
+    Row("epsilon_high", "algorithm.loss.clip_high", how=number),
+    Row("normalize_advantages", "algorithm.whiten", how=flag),
     Row(
         "reward_clip_range", "algorithm.shaping",
-        how=lambda value, config: [{"kind": "clip", "low": value[0], "high": value[1]}],
+        how=to.clipped,
     ),
     *(row for row in ATTEMPTS if row.theirs not in OTHERWISE and row.within != "loss_type"),
 )  # fmt: skip
@@ -329,7 +342,7 @@ def _method(values: Mapping[str, Any]) -> str:
 
 DATA = {"environment.kind": "dataset"}
 JUDGED = {**DATA, "rewards": [{"kind": "math"}]}
-LR = Row("learning_rate", "optimizer.lr", default=1e-6)
+LR = Row("learning_rate", "optimizer.lr", how=number, default=1e-6)
 TRL = Peer(
     "trl",
     "TRL",
@@ -344,4 +357,5 @@ TRL = Peer(
         "KTOConfig": Method({"algorithm.kind": "kto", **DATA}, KTO),
         "RLOOConfig": Method({"algorithm.kind": "rloo", **JUDGED}, (LR, *RLOO)),
     },
+    "yaml",
 )

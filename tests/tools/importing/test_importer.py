@@ -142,7 +142,7 @@ def test_nemo_counts_answers_in_its_global_batch() -> None:
     assert flat["algorithm.minibatches"] == 32 * 8 // 64
     assert flat["algorithm.loss.clip_high"] == 0.28
     assert flat["learner.micro_batch_tokens"] == 512 * 4  # ${mul:...}, from the file below
-    assert flat["optimizer.warmup_steps"] == 50
+    assert flat["optimizer.warmup_steps"] == 50 * 4  # their scheduler counts batches
 
 
 def test_roll_rewards_are_of_the_domains() -> None:
@@ -223,8 +223,12 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, name: str, words: str) -
 
 
 def test_a_value_of_another_form_is_no_traceback(tmp_path: Path) -> None:
-    result = written(tmp_path, "model_name_or_path: m\nnum_generations: many\nlearning_rate: fast\nadam_beta1: [1]\n")
-    assert "optimizer.lr was left out" in note_on(result, "learning_rate")
+    result = written(
+        tmp_path,
+        "model_name_or_path: m\nnum_generations: many\nper_device_train_batch_size: 8\nlearning_rate: fast\nadam_beta1: [1]\n",
+    )
+    assert "'fast', and not a number" in note_on(result, "learning_rate")
+    assert "num_generations is 'many'" in note_on(result, "per_device_train_batch_size")
 
 
 def test_variables_of_a_script_that_are_not_plain(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""YAML and JSON as the libraries that write them read them, within bounds and without a traceback.
+
+Recipes are YAML 1.2; these files are not: PyYAML reads YAML 1.1 (`yes` is true, 010 is 8, 1_000 is a number, 1e-6 is text), and
+OmegaConf adds floats without a point or a sign of the exponent (1e-6 is a number). So PyYAML's own resolvers decide here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ratchet.errors import ConfigError
+
+Dialect = Literal["omegaconf", "yaml"]
+MAX_VALUES = 20_000  # of all files together, each alias counted where it stands: against anchors that multiply
+MAX_DEPTH = 64
+MAX_FILES = 200
+MAX_BYTES = 2 * 1024 * 1024
+TOO_MANY = f"more than {MAX_VALUES:,} values, anchors written out: no configuration is so large"
+TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep, which no configuration is"
+COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+FLOAT = "tag:yaml.org,2002:float"
+
+
+class _Yaml(yaml.SafeLoader):
+    """It reads YAML 1.1 without dates, which no key of these libraries holds.
+
+    It counts while it composes: PyYAML takes seconds for a nest of brackets, minutes for a million values.
+    """
+
+    nodes = 0
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose one node and what is in it. Raises ConfigError past the bounds."""
+        where = f"line {self.peek_event().start_mark.line + 1}"
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > MAX_VALUES:
+            raise ConfigError(f"{where}: {TOO_MANY}")
+        if self.depth > MAX_DEPTH:
+            raise ConfigError(f"{where}: {TOO_DEEP}")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Yaml.yaml_implicit_resolvers = {
+    start: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+class _OmegaConf(_Yaml):
+    """It adds OmegaConf's floats (omegaconf.readthedocs.io; its YAML loader adds one resolver)."""
+
+
+_OmegaConf.add_implicit_resolver(
+    FLOAT, re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)\Z", re.ASCII), list("-+0123456789")
+)
+LOADERS: dict[Dialect, type[yaml.SafeLoader]] = {"omegaconf": _OmegaConf, "yaml": _Yaml}
+
+
+@dataclass
+class Reader:
+    """It reads the files of one configuration; its bounds hold for all of them together."""
+
+    dialect: Dialect
+    values: int = 0
+    files: int = 0
+    _open: set[int] = field(default_factory=set)
+
+    def yaml(self, path: Path) -> dict[str, Any]:
+        """Return keys and values of a YAML file. Raises ConfigError."""
+        try:
+            loader: Any = LOADERS[self.dialect](self.text(path))
+            root = loader.get_single_node()
+            content = None if root is None else self._value(root, loader, path)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = path if mark is None else f"{path}:{mark.line + 1}"
+            detail = getattr(error, "problem", None) or str(error).partition("\n")[0]
+            raise ConfigError(f"{where}: is not YAML: {detail}") from error
+        except ConfigError as error:
+            raise error if str(path) in str(error) else ConfigError(f"{path}, {error}") from error
+        return _section(content, path)
+
+    def json(self, path: Path) -> dict[str, Any]:
+        """Return keys and values of a JSON file. Raises ConfigError."""
+        try:
+            content = json.loads(self.text(path), object_pairs_hook=lambda pairs: _unique(pairs, path))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} can't be read as JSON: {error}") from error
+        return _section(content, path)
+
+    def text(self, path: Path) -> str:
+        """Return the text of a file. Raises ConfigError where there is none, or it is too large or not UTF-8."""
+        self.files += 1
+        if self.files > MAX_FILES:
+            raise ConfigError(f"{path}: more than {MAX_FILES} files are named by `defaults`, which no configuration does")
+        try:
+            if not path.is_file():
+                raise ConfigError(f"{path} is not a file" if path.exists() else f"there is no file {path}")
+            with path.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_BYTES // 1024**2} MiB, which no configuration is")
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+
+    def _value(self, node: yaml.Node, loader: Any, path: Path) -> Any:
+        where = f"{path}:{node.start_mark.line + 1}"
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise ConfigError(f"{where}: {TOO_MANY}")
+        if id(node) in self._open:
+            raise ConfigError(f"{where}: an anchor contains itself")
+        if len(self._open) >= MAX_DEPTH:
+            raise ConfigError(f"{where}: {TOO_DEEP}")
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in COLLECTIONS:
+            raise ConfigError(f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write plain text")
+        self._open.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            value: Any = self._mapping(node, loader, path)
+        elif isinstance(node, yaml.SequenceNode):
+            value = [self._value(item, loader, path) for item in node.value]
+        else:
+            value = self._scalar(node, loader, where)
+        self._open.discard(id(node))
+        return value
+
+    def _scalar(self, node: yaml.Node, loader: Any, where: str) -> Any:
+        try:
+            value = loader.construct_object(node)
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(f"{where}: {str(node.value)[:40]!r} can't be read as a value: {error}") from error
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ConfigError(f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write plain text")
+        return value
+
+    def _mapping(self, node: yaml.MappingNode, loader: Any, path: Path) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        pairs: list[tuple[str, Any]] = []
+        for key, content in node.value:
+            if key.tag.endswith(":merge"):
+                below = self._value(content, loader, path)
+                for section in reversed(below if isinstance(below, list) else [below]):
+                    if not isinstance(section, dict):
+                        raise ConfigError(f"{path}:{key.start_mark.line + 1}: << must name an anchor of a section")
+                    merged |= section
+            elif isinstance(key, yaml.ScalarNode):
+                pairs.append((str(key.value), self._value(content, loader, path)))
+            else:
+                raise ConfigError(f"{path}:{key.start_mark.line + 1}: a key must be a word")
+        return merged | _unique(pairs, path)
+
+
+def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ConfigError(f"{path}: {key} is set twice in one section: remove one of them")
+        content[key] = value
+    return content
+
+
+def _section(content: Any, path: Path) -> dict[str, Any]:
+    if content is None:
+        raise ConfigError(f"{path} is empty")
+    if not isinstance(content, dict):
+        what = "a list" if isinstance(content, list) else f"just {str(content)[:40]!r}"
+        raise ConfigError(f"{path} must hold keys and values, not {what}")
+    return content
