@@ -105,8 +105,14 @@ def correction(value: Any, config: Config) -> Any:
         return Sets({"algorithm.correction": {"weight": weight, **least, "weight_high": high}}, note)
     if low is None:
         raise Misread(f"{TIS}_ratio_min is not set, and {kind} needs it: set algorithm.correction by hand")
-    counted, note = shared.denominator(every=True)
-    masked = {"weight": weight, "weight_high": None, "mask": level, "mask_low": low, "mask_high": high, **counted}
+    masked = {
+        "weight": weight,
+        "weight_high": None,
+        "mask": level,
+        "mask_low": low,
+        "mask_high": high,
+        "mask_denominator": "all",
+    }
     return Sets({"algorithm.correction": masked}, note)
 
 

@@ -190,7 +190,7 @@ def filters(value: Any, config: Config) -> Any:
     level = rule.get("agg_type", "token")
     low, high = (numbers.real(rule.get(f"ratio_{side}", usual), side) for side, usual in (("low", 0.8), ("high", 1.2)))
     masked = {"mask": {"segment": "turn"}.get(level, level), "mask_low": low, "mask_high": high}
-    masked |= shared.denominator(every=False)[0]
+    masked["mask_denominator"] = "kept"
     if not config.flag(f"{CORRECTION}.is_weight.enabled"):
         masked["weight"] = "none"
     note = "a segment is what a turn is here" if level == "segment" else ""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ratchet.algorithms.config.policy_losses import CorrectionConfig
 from ratchet.data.presets import PRESETS
 from ratchet.tools.importing import numbers
 from ratchet.tools.importing.table import Config, Sets, Without
@@ -63,16 +62,6 @@ def template(value: Any, config: Config) -> Any:
     if str(value).endswith(".jinja"):
         return value
     return Without("its text goes into a .jinja file, and that file's path into tokenizer.template")
-
-
-def denominator(every: bool) -> tuple[dict[str, Any], str]:
-    """Return what says whether masked tokens stay in the mean's count, and a note where nothing can.
-
-    Theirs stay where the mask makes their weight 0 (IcePop), and leave where it takes them from the answer.
-    """
-    if "mask_denominator" in CorrectionConfig.model_fields:
-        return {"mask_denominator": "all" if every else "kept"}, ""
-    return {}, "tokens that are masked stay in the mean's count there, and leave it here" if every else ""
 
 
 def norm(value: Any, config: Config) -> Any:

@@ -230,8 +230,7 @@ def correction(value: Any, config: Config) -> Any:
     if act == "truncate" or high is None:
         note = "" if act == "truncate" else "nothing is above a bound of null, so nothing is masked there either"
         return Sets({"algorithm.correction": {"weight": level, **least, "weight_high": high}}, note)
-    counted, note = shared.denominator(every=True)
-    masks = {"mask": level, "mask_low": low or 0.0, "mask_high": high, **counted}
+    masks = {"mask": level, "mask_low": low or 0.0, "mask_high": high, "mask_denominator": "all"}
     return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}}, note)
 
 

@@ -269,8 +269,14 @@ def weight(value: Any, config: Config) -> Any:
         return Sets({"algorithm.correction.weight": value, "algorithm.correction.weight_high": high})
     if config[f"{CORRECTION}.rollout_rs"] is not None:
         raise Misread(f"{CORRECTION}.rollout_is_threshold and rollout_rs are two masks, and there is one here: choose one")
-    counted, note = shared.denominator(every=True)
-    masked = {"weight": value, "weight_high": None, "mask": value, "mask_low": low, "mask_high": high, **counted}
+    masked = {
+        "weight": value,
+        "weight_high": None,
+        "mask": value,
+        "mask_low": low,
+        "mask_high": high,
+        "mask_denominator": "all",
+    }
     return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
 
 
@@ -303,7 +309,7 @@ def mask(value: Any, config: Config) -> Any:
         below = f"{key}_lower"
         low = 1 / high if config[below] is None else numbers.real(config[below], below)
         note = "the bounds are mask_low and mask_high"
-    masked = {"mask": level, "mask_low": low, "mask_high": high, **shared.denominator(every=False)[0]}
+    masked = {"mask": level, "mask_low": low, "mask_high": high, "mask_denominator": "kept"}
     if config[f"{CORRECTION}.rollout_is"] in (None, False):
         masked["weight"] = "none"
     return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
