@@ -35,7 +35,13 @@ RECIPE = {
         {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 8, "batch_size": 16},
         {
             "name": "grpo",
-            "algorithm": {"kind": "grpo", "group_size": 4, "minibatches": 2, "old_logprobs": "sampler"},
+            "algorithm": {
+                "kind": "grpo",
+                "group_size": 4,
+                "minibatches": 2,
+                "old_logprobs": "sampler",
+                "weighting": "token_mean",  # by which answers are right in every later step
+            },
             "steps": 4,
             "batch_size": 6,
         },
