@@ -113,7 +113,7 @@ def correction(value: Any, config: Config) -> Any:
         "mask_high": high,
         "mask_denominator": "all",
     }
-    return Sets({"algorithm.correction": masked}, note)
+    return Sets({"algorithm.correction": masked})
 
 
 def overlong(value: Any, config: Config) -> Any:

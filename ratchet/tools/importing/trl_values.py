@@ -231,7 +231,7 @@ def correction(value: Any, config: Config) -> Any:
         note = "" if act == "truncate" else "nothing is above a bound of null, so nothing is masked there either"
         return Sets({"algorithm.correction": {"weight": level, **least, "weight_high": high}}, note)
     masks = {"mask": level, "mask_low": low or 0.0, "mask_high": high, "mask_denominator": "all"}
-    return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}}, note)
+    return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}})
 
 
 def vllm(value: Any, config: Config) -> Any:

@@ -277,7 +277,7 @@ def weight(value: Any, config: Config) -> Any:
         "mask_high": high,
         "mask_denominator": "all",
     }
-    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
+    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()})
 
 
 MASKS: Mapping[str, str] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
