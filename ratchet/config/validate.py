@@ -226,6 +226,19 @@ def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             )
 
 
+def _least_temperature(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    least = getattr(stage.generator, "least_temperature", 0.0)
+    for key in ("sampling", "evaluation"):
+        temperature = getattr(stage, key).temperature or 0.0
+        if 0 < temperature < least:
+            yield clash(
+                f"{key}.temperature={temperature:g}, and generator {getattr(stage.generator, 'kind', '')} would take {least:g} "
+                f"instead. Set {key}.temperature={least:g}.",
+                f"{key}.temperature",
+                "generator.kind",
+            )
+
+
 def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Of a preset; that of a directory is known when it is read."""
     misfit, shape = getattr(stage.generator, "misfit", None), presets().get(config.model.preset or "")
@@ -350,6 +363,7 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _critic,
     _sampling,
     _filters,
+    _least_temperature,
     _shape,
     _context,
     _evaluation,

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.generators.engine.sampling import check_sampling
 from ratchet.generators.engine.stopping import StopStrings, TextDecoder
 from ratchet.types import Completion, Placed, Sampling, StopReason
 
@@ -101,7 +100,6 @@ class Entrance:
             wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
             raise DataError(f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its tokenizer?")
         self._check_media(prompt, media)
-        check_sampling(sampling)
         if sampling.routes and not self.records_routes:
             raise ConfigError("sampling asks for routes, and this generator records none: only the engine does, of experts")
         if sampling.adapter is not None and sampling.adapter not in (known := self.adapters()):
