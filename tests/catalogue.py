@@ -82,7 +82,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "its process is replaced when they are many, and they end with it",
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
-        "R14": ("a sampling number with which nothing can be drawn", "refused by name: in a recipe, a request and Python alike"),
+        "R14": (
+            "a sampling number with which nothing can be drawn",
+            "refused by name: in a recipe, a request and Python alike",
+        ),
         "R15": ("a request that can't be computed", "it fails alone; the others end with the bits that they have without it"),
     },
     "Processes": {

@@ -91,9 +91,7 @@ class Entrance:
     ) -> Request:
         """Raises DataError for a prompt that is empty, too long, has an unknown token or media that don't lie in it,
         ConfigError for an impossible sampling, or media that the model can't read."""
-        prompt = np.array(tokens, dtype=np.int64)
-        if not len(prompt):
-            raise DataError("an empty prompt: the first token needs something before it, at least a BOS token")
+        prompt = _token_array(tokens)
         if len(prompt) > self.max_context:
             raise DataError(f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: shorten or drop it")
         if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id is a huge one
@@ -108,6 +106,11 @@ class Entrance:
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("sampling.stop has strings, but the generator has no tokenizer: give it one, or use stop_ids")
         watch = StopStrings(sampling.stop, self.tokenizer) if sampling.stop and self.tokenizer is not None else None
+        if sampling.drawn >= len(prompt):
+            raise DataError(
+                f"sampling.drawn={sampling.drawn} of a prompt of {len(prompt)} tokens leaves none before it. "
+                "Set sampling.drawn=0."
+            )
         if watch is not None:
             for token in prompt[len(prompt) - sampling.drawn :].tolist():
                 watch.feed(token)
@@ -128,6 +131,22 @@ class Entrance:
                     "outside or over the one before: give media in order, with the tokens that they were rendered with"
                 )
             end = start + medium.span
+
+
+def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a copy of a prompt. Raise DataError where it is no sequence of whole numbers, or is empty."""
+    try:
+        array = np.asarray(tokens)
+        if array.dtype.kind not in "iu" and len(array):
+            raise TypeError(f"their type is {array.dtype}")
+        prompt = np.array(array, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"a prompt is no sequence of token ids ({error}). Give whole numbers, as a tokenizer does.") from None
+    if prompt.ndim != 1:
+        raise DataError(f"a prompt has the shape {list(prompt.shape)}. Give one sequence of token ids.")
+    if not len(prompt):
+        raise DataError("an empty prompt: the first token needs something before it, at least a BOS token")
+    return prompt
 
 
 class Core(Protocol):
