@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "refused, naming the keys; one that was edited under its run is told",
         ),
         "C12": ("an environment that can't be imported", "refused with its own error"),
+        "C13": ("NaN, an infinity, `true`, or 10**12 where a number belongs", "refused in every section, with the key"),
     },
     "Data": {
         "D1": ("a column that is missing", "refused with file, line and the columns there are"),

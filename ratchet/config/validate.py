@@ -15,6 +15,7 @@ from ratchet.config.model import address_conflicts, context_of, model_conflicts,
 from ratchet.config.places import PLACE_CHECKS
 from ratchet.config.precision import PRECISION_CHECKS
 from ratchet.config.schema import RunConfig, StageConfig, own_rewards
+from ratchet.config.sizes import SIZE_CHECKS
 
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -226,19 +227,6 @@ def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             )
 
 
-def _least_temperature(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    least = getattr(stage.generator, "least_temperature", 0.0)
-    for key in ("sampling", "evaluation"):
-        temperature = getattr(stage, key).temperature or 0.0
-        if 0 < temperature < least:
-            yield clash(
-                f"{key}.temperature={temperature:g}, and generator {getattr(stage.generator, 'kind', '')} would take {least:g} "
-                f"instead. Set {key}.temperature={least:g}.",
-                f"{key}.temperature",
-                "generator.kind",
-            )
-
-
 def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Of a preset; that of a directory is known when it is read."""
     misfit, shape = getattr(stage.generator, "misfit", None), presets().get(config.model.preset or "")
@@ -363,7 +351,6 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _critic,
     _sampling,
     _filters,
-    _least_temperature,
     _shape,
     _context,
     _evaluation,
@@ -382,4 +369,5 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     *PLACE_CHECKS,
     *LORA_CHECKS,
     *PRECISION_CHECKS,
+    *SIZE_CHECKS,
 )
