@@ -1,7 +1,7 @@
 """How one completion is drawn, and with which numbers that can be done.
 
-A recipe, a request and Python all construct a `Sampling`, which checks itself. No other place states a bound, but for one that
-is narrower for a reason of its own.
+A recipe, a request and Python all construct a `Sampling`, which checks itself. No other place states
+a bound, except one that is narrower for a reason of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 
 from ratchet.errors import SamplingError
 
-# Logits are float32, whose neighbours near 32 lie 4e-6 apart: below 1e-5, dividing by the temperature turns that rounding into
-# half a nat, so no recorded logprob means anything. (The quotient overflows from 3e-35 on, where logits reach 1e4.)
-# Above 1e5, logits that differ by 100 give probabilities that differ by a thousandth: the model no longer matters.
+# Logits are float32, whose neighbours near 32 lie 4e-6 apart. Below 1e-5, dividing by the temperature
+# turns that rounding into half a nat, so no recorded logprob means anything. (Where logits reach 1e4
+# the quotient overflows below 3e-35.) Above 1e5, logits that differ by 100 give probabilities that
+# differ by a thousandth: the model no longer matters.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e5
 LARGEST_COUNT = 2**31 - 1  # what every generator can hold
 LEAST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 MOST_STOP_IDS = 4096  # each is compared with each row's token at every step
-MOST_STOPS, LONGEST_STOP = 64, 1024  # at every token so much text, twice over, is decoded and searched
+MOST_STOPS, LONGEST_STOP = 64, 1024  # so much text, twice over, is decoded and searched at every token
 _set = object.__setattr__  # as a frozen dataclass sets its own fields
 
 
@@ -36,7 +37,8 @@ class Sampling:
     which was interrupted, and goes on as if it had not been. `adapter`: which of those that the generator serves; None: the
     policy's own, "base": none.
 
-    Raises SamplingError for a value with which nothing can be drawn. Numbers of numpy become Python's, lists become tuples.
+    Raises SamplingError for a value with which nothing can be drawn. Numbers of numpy become Python's,
+    lists become tuples.
     """
 
     temperature: float = 1.0
@@ -57,8 +59,8 @@ class Sampling:
                 _set(self, name, check(name, getattr(self, name)))
 
     def _is_plain(self) -> bool:
-        """Return True if every value has its plain type and lies in its range. It runs for every attempt, so it is one
-        expression, which takes 0.8 us."""
+        """Return True if every value has its plain type and lies in its range. It runs for every turn
+        of an attempt, so it is one expression: 0.4 us without stops, 1.4 us with."""
         t, p, ids, stop = self.temperature, self.top_p, self.stop_ids, self.stop
         return (
             type(t) is type(p) is type(self.min_p) is float
@@ -78,7 +80,8 @@ class Sampling:
         )
 
     def seeded(self, seed: int) -> Sampling:
-        """As `replace` would give it, which takes four times as long: what was checked is not checked again."""
+        """Return a copy with another seed, in 40 % of the time that `replace` takes: what was checked
+        is not checked again."""
         copied = object.__new__(Sampling)
         for name in FIELDS:
             _set(copied, name, getattr(self, name))
@@ -99,7 +102,8 @@ FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def check_setting(name: str, value: Any) -> Any:
-    """Return the value of one field of `Sampling` in its plain type. Raise SamplingError where nothing can be drawn with it."""
+    """Return the value of one field of `Sampling` in its plain type. Raise SamplingError where nothing
+    can be drawn with it."""
     return CHECKS[name](name, value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from annotated_types import Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
@@ -35,7 +34,7 @@ class Section(BaseModel):
         if info.field_name is not None:
             field = cls.model_fields[info.field_name]
             _refuse_lookalikes(field.annotation, value)
-            if not any(isinstance(bound, Le | Lt) for bound in field.metadata):
+            if not any(hasattr(bound, "le") or hasattr(bound, "lt") for bound in field.metadata):
                 _refuse_huge(field.annotation, value)
         return value
 
@@ -55,7 +54,8 @@ def _refuse_lookalikes(annotation: Any, value: Any, item_of_list: str = "") -> N
 
 
 def _refuse_huge(annotation: Any, value: Any, item_of_list: str = "") -> None:
-    """Raise for a whole number that no count, size or index of a run has; it would be a loop or an array without an end."""
+    """Raise for a whole number that no count, size or index of a run has: it would be a loop or an
+    array without an end."""
     if isinstance(value, list | tuple):
         items = _item_annotations(annotation)
         for index, item in enumerate(value if items else ()):

@@ -1,4 +1,6 @@
-"""Why logits aren't finite: the request, which then fails alone, or the model's weights, which then serve no request."""
+"""Why logits aren't finite: because of the request, which then fails alone, or of the model's
+weights, with which no request can be served.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def broken_weight(weights: Weights) -> str | None:
-    """Return the name of the first weight that holds a NaN or an infinity; None where all are finite. It reads every weight
-    once, as a decoding step does."""
-    return next((name for name, weight in weights if weight.is_floating_point() and not bool(weight.isfinite().all())), None)
+    """Return the name of the first weight that holds a NaN or an infinity; None where all are finite.
+    It reads every weight once, as a decoding step does."""
+    for name, weight in weights:
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            return name
+    return None
 
 
 def blame(broken: Mapping[Request, int], *, all_rows: bool, weights: Weights, version: int) -> dict[Request, Exception]:
@@ -29,7 +34,7 @@ def blame(broken: Mapping[Request, int], *, all_rows: bool, weights: Weights, ve
         weights: the model's, by name.
         version: of these weights.
 
-    Raises ModelError where no request has finite logits and a weight isn't finite: then no request can be served.
+    Raises ModelError where no request has finite logits and a weight isn't finite.
     """
     name = broken_weight(weights)
     if name is not None and all_rows:
@@ -49,7 +54,7 @@ def first_broken(logprobs: NDArray[np.float32]) -> int | None:
 
 
 def uncomputable(request: Request, error: Exception) -> RequestFailed:
-    """Return what a request fails with where computing it alone raised `error`, and others can be computed."""
+    """Return the error of a request whose own computation raised `error`, while others succeeded."""
     failed = RequestFailed(
         f"a request with a prompt of {len(request.prompt)} tokens can't be computed ({type(error).__name__}: {error}), and "
         "others can. Leave this prompt out."

@@ -191,13 +191,13 @@ class Stepped:
                 check_expanded(answer.request, output.prompt_token_ids)
                 answer.add(piece)
                 completion = None if answer.stop is None else answer.completion()
-            except Exception as error:  # whatever it is, it belongs to the caller that waits for this completion
+            except Exception as error:  # whatever it is, it concerns this request alone
                 self._finish(output.request_id, piece)
                 answer.request.fail(error)
-                continue
-            if completion is not None:
-                self._finish(output.request_id, piece)
-                answer.request.deliver(completion)
+            else:
+                if completion is not None:
+                    self._finish(output.request_id, piece)
+                    answer.request.deliver(completion)
 
     def _finish(self, name: str, piece: Any) -> None:
         del self._answers[name]

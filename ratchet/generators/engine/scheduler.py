@@ -125,8 +125,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Raises ModelError when the weights are broken, and no request can be served. A request that can't be computed fails
-        alone."""
+        """Raises ModelError where the weights are broken. A request that can't be computed fails alone."""
         if self._stale:
             self._refresh()
         while batch := self._admissible():
@@ -363,16 +362,9 @@ class Scheduler:
         requests = [self.running[row] for row in rows]
         results = self.slots.read(rows)
         routes = [self.slots.read_routes(row) if self.running[row].sampling.routes else None for row in rows]
-        errors: dict[Request, Exception] = {}
-        broken = {
-            row: i for row, (_, logprobs, _) in zip(rows, results, strict=True) if (i := first_broken(logprobs)) is not None
-        }
-        if broken:
-            running = list(range(len(self.running)))
-            all_rows = self.slots.broken(running) == running
-            blamed = {self.running[row]: index for row, index in broken.items()}
-            weights = self.decoder.named_parameters()
-            errors = blame(blamed, all_rows=all_rows, weights=weights, version=self.version)
+        at = [first_broken(logprobs) for _, logprobs, _ in results]
+        broken = {request: index for request, index in zip(requests, at, strict=True) if index is not None}
+        errors = self._blamed(broken) if broken else {}
         self._leave(rows)
         for request, (tokens, logprobs, kept), stop, taken in zip(requests, results, ended.values(), routes, strict=True):
             error = errors.get(request, stop)
@@ -380,6 +372,11 @@ class Scheduler:
                 request.fail(error)
             else:
                 request.deliver(request.complete(tokens, logprobs, kept, error, taken))
+
+    def _blamed(self, broken: Mapping[Request, int]) -> Mapping[Request, Exception]:
+        running = list(range(len(self.running)))
+        all_rows, weights = self.slots.broken(running) == running, self.decoder.named_parameters()
+        return blame(broken, all_rows=all_rows, weights=weights, version=self.version)
 
     @torch.inference_mode()
     def _leave(self, rows: list[int]) -> None:
@@ -394,15 +391,13 @@ class Scheduler:
         self._choosing -= sum(self.running[row].sampling.adapter is not None for row in rows)
         self._active = None
         broken = self.slots.broken([*rows, *movers])
-        if erased := [row for row in rows if row in broken]:
-            self.cache.erase(torch.tensor(erased, device=self.device))
+        self.cache.erase([row for row in rows if row in broken])
         if movers:
             length = int(self.slots.lengths[movers].max())
             self.slots.move(movers, holes, length)
             sources, targets = (torch.tensor(part, device=self.device) for part in (movers, holes))
             self.cache.move(sources, targets, length)
-            if erased := [row for row in movers if row in broken]:
-                self.cache.erase(torch.tensor(erased, device=self.device))
+            self.cache.erase([row for row in movers if row in broken])
         for source, target in zip(movers, holes, strict=True):
             self.running[target] = self.running[source]
         del self.running[remaining:]
