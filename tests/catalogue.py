@@ -34,7 +34,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "refused, naming the keys; one that was edited under its run is told",
         ),
         "C12": ("an environment that can't be imported", "refused with its own error"),
-        "C13": ("NaN, an infinity, `true`, or 10**12 where a number belongs", "refused in every section, with the key"),
+        "C14": ("NaN, an infinity, `true`, or 10**12 where a number belongs", "refused in every section, with the key"),
     },
     "Data": {
         "D1": ("a column that is missing", "refused with file, line and the columns there are"),
@@ -83,11 +83,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "its process is replaced when they are many, and they end with it",
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
-        "R14": (
+        "R15": (
             "a sampling number with which nothing can be drawn",
             "refused by name: in a recipe, a request and Python alike",
         ),
-        "R15": ("a request that can't be computed", "it fails alone; the others end with the bits that they have without it"),
+        "R16": ("a request that can't be computed", "it fails alone; the others end with the bits that they have without it"),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),

@@ -64,7 +64,7 @@ def test_every_field_has_its_cases():
     assert set(WRONG) == set(RIGHT) == set(FIELDS)
 
 
-@pytest.mark.fault("R14")
+@pytest.mark.fault("R15")
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_what_cannot_be_drawn_is_refused(name, value):
     for construct in (lambda: Sampling(**{name: value}), lambda: replace(Sampling(), **{name: value})):
@@ -88,7 +88,7 @@ def test_a_wrong_seed_is_refused_when_copying():
         Sampling().seeded(1.5)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.fault("R14")
+@pytest.mark.fault("R15")
 @pytest.mark.parametrize(("name", "value"), [case for case in REFUSED if case.values[0] in SamplingConfig.model_fields])
 def test_a_recipe_refuses_the_same(name, value):
     if name in ("top_k", "max_new_tokens") and value == 1.0:  # YAML's 1.0 is the whole number 1 to every section
@@ -100,7 +100,7 @@ def test_a_recipe_refuses_the_same(name, value):
             EvaluationConfig(temperature=value)
 
 
-@pytest.mark.fault("R14")
+@pytest.mark.fault("R15")
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_a_request_refuses_the_same_and_names_it(name, value):
     with pytest.raises(ApiError) as caught:

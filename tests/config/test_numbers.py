@@ -41,7 +41,7 @@ def is_refused(section, name, value):
     return False
 
 
-@pytest.mark.fault("C13")
+@pytest.mark.fault("C14")
 def test_no_section_takes_what_is_no_number():
     assert len(numeric()) > 250
     taken = [
@@ -54,7 +54,7 @@ def test_no_section_takes_what_is_no_number():
     assert taken == []
 
 
-@pytest.mark.fault("C13")
+@pytest.mark.fault("C14")
 def test_no_whole_number_is_taken_that_no_run_could_hold():
     wholes = [(s, n) for s, n in numeric() if int in _leaf_types(s.model_fields[n].annotation) and n != "seed"]
     assert len(wholes) > 120
@@ -68,7 +68,7 @@ def test_a_seed_has_63_bits(seed):
     assert not is_refused(RunConfig, "seed", 2**63 - 1)
 
 
-@pytest.mark.fault("C13")
+@pytest.mark.fault("C14")
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -460,7 +460,7 @@ def test_requests_of_an_engine_that_broke_are_given_back_though_it_can_not_be_to
     assert core.reset() == []
 
 
-@pytest.mark.fault("R15")
+@pytest.mark.fault("R16")
 def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
     """In this process: its logits, its end, text that can't be decoded; the fourth is delivered."""
 
