@@ -251,7 +251,7 @@ def evaluation_sampling(plan: Plan) -> Sampling:
     settings = plan.evaluation
     return replace(
         plan.sampling,
-        temperature=settings.temperature or plan.sampling.temperature,
+        temperature=plan.sampling.temperature if settings.temperature is None else settings.temperature,
         max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
         seed=seed_for(plan.seed, "evaluation"),
     )

@@ -131,7 +131,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=0, help="Sampled attempts a task, beside the greedy one.")] = 4,
     greedy: Annotated[bool, typer.Option(help="One attempt a task at temperature 0.")] = True,
     passing: Annotated[float, typer.Option(help="Reward from which on a sampled attempt counts as passed.")] = 1.0,
-    temperature: Annotated[float | None, typer.Option(min=0.01, help="Of the sampled attempts; default: the recipe's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the sampled attempts; default: the recipe's.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer; default: the recipe's, or 2048.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampled attempts.")] = 0,
     generator: Annotated[str | None, typer.Option(help="engine, vllm or hf; default: the run's own.")] = None,
@@ -177,7 +177,7 @@ def _object(text: str) -> dict[str, Any]:
 def chat(
     target: Target,
     prompt: Annotated[list[str] | None, typer.Option(help="Ask this and stop; may be given several times.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     seed: int = 0,
 ) -> None:
@@ -194,7 +194,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     host: Annotated[str, typer.Option(help="Another than this machine's own needs --api-key.")] = "127.0.0.1",
     api_key: Annotated[str, typer.Option(envvar="RATCHET_API_KEY", help="That requests must bring; default: none.")] = "",
-    temperature: Annotated[float, typer.Option(min=0.0, help="Where a request doesn't say.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Where a request doesn't say.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most, whatever a request says.")] = 1024,
 ) -> None:
     """Serve a trained model behind the OpenAI chat API; it is called `policy`."""

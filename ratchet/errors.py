@@ -2,7 +2,9 @@
 
     RatchetError
     ├── ConfigError          a recipe or an override is wrong; `ratchet train` exits 2 before anything starts
+    │   └── SamplingError    a completion can't be drawn with this number; names the field of `Sampling`
     ├── DataError            a row, a file or a prompt is wrong; names the file and the line where it can
+    │   └── RequestFailed    one completion can't be computed; other requests go on
     ├── ModelError           a model directory can't be read, or doesn't fit the tokenizer
     ├── MissingColumn        a loss asked for a column that no pass fills
     ├── MissingDependency    an optional package is needed and absent; names the extra that brings it
@@ -33,7 +35,19 @@ class ConfigError(RatchetError):
     pass
 
 
+class SamplingError(ConfigError):
+    """field: the field of `Sampling` with the wrong value."""
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class DataError(RatchetError):
+    pass
+
+
+class RequestFailed(DataError):
     pass
 
 

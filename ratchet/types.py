@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ratchet.sampling import Sampling as Sampling
+
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
 READ_FROM = "read from"  # key of a task's meta: the file and the row that it was read from, for errors
@@ -121,56 +123,6 @@ class Judged:
 
     messages: tuple[Message, ...]
     reward: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How one completion is drawn. `temperature=0` is greedy. Filters act after the temperature, in the order top_k, top_p,
-    min_p (each on the distribution that the temperature gives, renormalised at the end).
-
-    `top_k=0`, `top_p=1` and `min_p=0` are off. `stop_ids` end a completion and belong to it; so do `stop` strings. Equal
-    (tokens, sampling, weights) give equal completions, whatever else is being generated. `routes`: record which experts compute
-    each token, for a mixture of experts. `drawn`: so many tokens at the end of the prompt are the beginning of this completion,
-    which was interrupted, and goes on as if it had not been. `adapter`: which of those that the generator serves; None: the
-    policy's own, "base": none.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_new_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    seed: int = 0
-    routes: bool = False
-    drawn: int = 0
-    adapter: str | None = None
-
-    def seeded(self, seed: int) -> Sampling:
-        """As `replace` would give it, which takes twice as long."""
-        return Sampling(
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.min_p,
-            self.max_new_tokens,
-            self.stop,
-            self.stop_ids,
-            seed,
-            self.routes,
-            self.drawn,
-            self.adapter,
-        )
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens can be cut from the distribution (then `log_kept_mass` is not all zero)."""
-        return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 class StopReason(StrEnum):

@@ -38,6 +38,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "a recipe written to hang: anchors that repeat anchors, depth, pipes, chains, sizes of 10^12",
             "refused within a budget of bytes, values, depth and files, with a sentence and status 2",
         ),
+        "C14": ("NaN, an infinity, `true`, or 10**12 where a number belongs", "refused in every section, with the key"),
     },
     "Data": {
         "D1": ("a column that is missing", "refused with file, line and the columns there are"),
@@ -111,6 +112,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "a program judged again: in another slot, beside others, after a resumption",
             "the same outcome; what it can see of chance is fixed, or named in docs/sandbox.md",
         ),
+        "R15": (
+            "a sampling number with which nothing can be drawn",
+            "refused by name: in a recipe, a request and Python alike",
+        ),
+        "R16": ("a request that can't be computed", "it fails alone; the others end with the bits that they have without it"),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),

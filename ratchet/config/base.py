@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+LARGEST_WHOLE = 2**31 - 1  # of fields that state no upper bound of their own
+
 
 class Section(BaseModel):
     """One section of a recipe. Torch-free; an unknown key is an error that names the nearest known one.
@@ -30,7 +32,10 @@ class Section(BaseModel):
     def _is_what_it_looks_like(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML has types: `true` is not 1, and "5" is not 5. Pydantic would convert both, and hide a slip of the pen."""
         if info.field_name is not None:
-            _refuse_lookalikes(cls.model_fields[info.field_name].annotation, value)
+            field = cls.model_fields[info.field_name]
+            _refuse_lookalikes(field.annotation, value)
+            if not any(hasattr(bound, "le") or hasattr(bound, "lt") for bound in field.metadata):
+                _refuse_huge(field.annotation, value)
         return value
 
 
@@ -46,6 +51,17 @@ def _refuse_lookalikes(annotation: Any, value: Any, item_of_list: str = "") -> N
     if accepted and accepted <= {int, float, type(None)}:
         wanted = "a number" if float in accepted else "a whole number"
         raise PydanticCustomError("not_a_number", "{which}must be {wanted}", {"which": item_of_list, "wanted": wanted})
+
+
+def _refuse_huge(annotation: Any, value: Any, item_of_list: str = "") -> None:
+    """Raise for a whole number that no count, size or index of a run has: it would be a loop or an
+    array without an end."""
+    if isinstance(value, list | tuple):
+        items = _item_annotations(annotation)
+        for index, item in enumerate(value if items else ()):
+            _refuse_huge(items[min(index, len(items) - 1)], item, f"item {index} ")
+    elif isinstance(value, int | float) and int in _leaf_types(annotation) and abs(value) > LARGEST_WHOLE:
+        raise PydanticCustomError("huge", "{which}must be at most {most}", {"which": item_of_list, "most": LARGEST_WHOLE})
 
 
 def _item_annotations(annotation: Any) -> list[Any]:

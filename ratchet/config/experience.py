@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ratchet.config.base import Section
+from ratchet.errors import SamplingError
+from ratchet.sampling import check_setting
+
+
+def checked_setting(name: str, value: Any) -> Any:
+    """Return the value of a field of `Sampling`. Raise ValueError, which pydantic reports, where `Sampling` refuses it."""
+    try:
+        return check_setting(name, value)
+    except SamplingError as error:
+        raise ValueError(str(error)) from None
+
+
+Temperature = Annotated[float, AfterValidator(lambda value: checked_setting("temperature", value))]
 
 
 class SamplingConfig(Section):
     """How attempts are drawn. Filters act after the temperature."""
 
-    temperature: float = Field(default=1.0, ge=0, description="0 is greedy; training needs more than 0.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Smallest set of tokens of this mass; 1: off.")
-    top_k: int = Field(default=0, ge=0, description="So many likeliest tokens; 0: off.")
-    min_p: float = Field(default=0.0, ge=0, lt=1, description="Tokens of at least this share of the top one's mass; 0: off.")
+    temperature: float = Field(default=1.0, description="0 is greedy; training needs more than 0.")
+    top_p: float = Field(default=1.0, description="Smallest set of tokens of this mass; 1: off.")
+    top_k: int = Field(default=0, description="So many likeliest tokens; 0: off.")
+    min_p: float = Field(default=0.0, description="Tokens of at least this share of the top one's mass; 0: off.")
     max_new_tokens: int = Field(default=256, ge=1, description="Tokens of one completion, its end included.")
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Strings that end a completion.")
+    stop: tuple[str, ...] = Field(default=(), description="Strings that end a completion.")
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _can_be_drawn_with(cls, value: Any, info: ValidationInfo) -> Any:
+        return checked_setting(info.field_name or "", value)
 
 
 class ReplayConfig(Section):

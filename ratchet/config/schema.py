@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
-from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsConfig, SamplingConfig
+from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsConfig, SamplingConfig, Temperature
 from ratchet.config.kinds import Slot, resolve
 from ratchet.config.media import MediaConfig
 from ratchet.config.sentinels import SentinelsConfig
@@ -145,7 +145,7 @@ class EvaluationConfig(Section):
     samples: int = Field(default=0, ge=0, description="Sampled attempts a task beside the greedy one.")
     greedy: bool = Field(default=True, description="One attempt a task at temperature 0; else the sampled ones are all.")
     passing: float = Field(default=1.0, description="Reward from which on a sampled attempt counts as passed (pass@k).")
-    temperature: float | None = Field(default=None, gt=0, description="Of the sampled attempts; null: as in sampling.")
+    temperature: Temperature | None = Field(default=None, gt=0, description="Of the sampled attempts; null: as in sampling.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Tokens of one completion; null: as in sampling.")
     patience: int = Field(
         default=0, ge=0, description="Evaluations in a row without a better metric, after which the stage ends; 0: it doesn't."

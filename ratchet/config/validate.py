@@ -15,6 +15,7 @@ from ratchet.config.model import address_conflicts, context_of, model_conflicts,
 from ratchet.config.places import PLACE_CHECKS
 from ratchet.config.precision import PRECISION_CHECKS
 from ratchet.config.schema import RunConfig, StageConfig, own_rewards
+from ratchet.config.sizes import SIZE_CHECKS
 
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -368,4 +369,5 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     *PLACE_CHECKS,
     *LORA_CHECKS,
     *PRECISION_CHECKS,
+    *SIZE_CHECKS,
 )

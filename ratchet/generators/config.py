@@ -64,6 +64,7 @@ class VLLMConfig(Section):
 
     builds: ClassVar[str] = "ratchet.generators.vllm:VLLMGeneration"
     filters: ClassVar[bool] = False  # vLLM doesn't say which mass they kept
+    least_temperature: ClassVar[float] = 0.01  # vLLM takes a lower one for this
     copies_weights: ClassVar[bool] = True  # the model that it is given only starts it
 
     kind: Literal["vllm"] = "vllm"

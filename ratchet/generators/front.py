@@ -90,7 +90,8 @@ class Front:
         self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
     ) -> Completion:
         """Raises DataError for a prompt that is empty, too long, has an unknown token or media that don't lie in it,
-        ConfigError for an impossible sampling or media that the model can't read, and whatever broke the request's step."""
+        ConfigError for an impossible sampling or media that the model can't read, RequestFailed where this request alone can't
+        be computed, and whatever broke the step of all."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         deliver, fail = _once(future, future.set_result), _once(future, future.set_exception)
         request = self.entrance.admit(tokens, sampling, deliver, fail, media)
@@ -108,8 +109,9 @@ class Front:
         """One completion per prompt, without an event loop. Raises as `generate` does."""
         assert not self._paused, "a paused generator can't be waited for"
         results: dict[int, Completion] = {}
+        errors: list[BaseException] = []
         requests = [
-            self.entrance.admit(prompt, sampling, _keep(results, i), _ignore)
+            self.entrance.admit(prompt, sampling, _keep(results, i), errors.append)
             for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         try:
@@ -120,6 +122,8 @@ class Front:
                     self.core.add(request)
             while len(results) < len(requests):
                 self._step()
+                if errors:
+                    raise errors[0]
         finally:
             for request in requests if len(results) < len(requests) else ():
                 self.core.cancel(request)
@@ -141,7 +145,8 @@ class Front:
             await asyncio.sleep(0)
 
     def _step(self) -> None:
-        """After an error no state is trusted: every request, running or waiting, gets it."""
+        """After an error that the core can't ascribe to single requests no state is trusted: every
+        request, running or waiting, gets it."""
         try:
             self.core.step()
         except BaseException as error:
@@ -213,10 +218,6 @@ def _once(future: asyncio.Future[Completion], settle: Callable[[Any], None]) -> 
 
 def _keep(results: dict[int, Completion], i: int) -> Callable[[Completion], None]:
     return lambda completion: results.__setitem__(i, completion)
-
-
-def _ignore(error: BaseException) -> None:
-    """The caller of `generate_all` gets the error as an exception."""
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ratchet.errors import ModelError
+from ratchet.errors import ModelError, RequestFailed
 from ratchet.generators.config import HFConfig
 from ratchet.generators.engine.sampling import Settings, draw, uniforms
 from ratchet.generators.engine.stopping import TextDecoder
+from ratchet.generators.faults import blame, uncomputable
 from ratchet.generators.front import Front
 from ratchet.generators.requests import Request
 from ratchet.models.decoder import Decoder
@@ -87,13 +88,16 @@ class _Row:
         self.logprobs: list[float] = []
         self.log_kept: list[float] = []
 
-    def add(self, token: int, logprob: float, log_kept: float) -> StopReason | None:
-        """Why the completion has ended, if it has."""
+    def add(self, token: int, logprob: float, log_kept: float) -> StopReason | RequestFailed | None:
+        """Why the completion has ended, if it has; text that can't be decoded fails it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.log_kept.append(log_kept)
         request = self.request
-        matched = request.watch is not None and request.watch.feed(token)
+        try:
+            matched = request.watch is not None and request.watch.feed(token)
+        except RequestFailed as error:
+            return error
         if token in request.sampling.stop_ids:
             return StopReason.STOP_TOKEN
         if matched:
@@ -153,7 +157,8 @@ class PaddedBatches:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Raises ModelError when logits aren't finite."""
+        """Raises ModelError when the weights are broken, and no request can be served. A request that can't be computed fails
+        alone."""
         if not self.rows:
             count = min(len(self.waiting), self.max_running)
             self.rows = [_Row(self.waiting.popleft()) for _ in range(count)]
@@ -162,25 +167,58 @@ class PaddedBatches:
         training = self.model.training
         self.model.eval()  # in training mode transformers drops out, and caches nothing when it checkpoints activations
         try:
-            logits_NV = self._forward()
+            logits_NV = self._computed()
         finally:
             self.model.train(training)
+        if not self.rows:
+            return
         device = logits_NV.device
         samplings = [row.request.sampling for row in self.rows]
         settings = Settings.from_samplings(samplings, self.vocab_size, device)
         index_N = torch.tensor([len(row.logprobs) for row in self.rows], device=device)
         drawn = draw(logits_NV, uniforms(settings.streams_N, index_N), settings)
-        if drawn.logprobs_N.isnan().any():
-            raise ModelError(f"the model's logits aren't finite (weights version {self.version}): an update broke the weights")
+        finite_N = drawn.logprobs_N.isfinite()
+        errors = {} if finite_N.all() else self._blamed(finite_N)
         log_kept_N = torch.zeros_like(drawn.logprobs_N)
         if settings.filters is not None and drawn.log_kept_F is not None:
             log_kept_N[settings.filters.rows_F] = drawn.log_kept_F.to(log_kept_N.dtype)
         columns = zip(drawn.tokens_N.tolist(), drawn.logprobs_N.tolist(), log_kept_N.tolist(), strict=True)
-        reasons = [row.add(*column) for row, column in zip(self.rows, columns, strict=True)]
+        reasons = [errors.get(row.request) or row.add(*column) for row, column in zip(self.rows, columns, strict=True)]
         ended = [(row, reason) for row, reason in zip(self.rows, reasons, strict=True) if reason is not None]
         self._keep([i for i, reason in enumerate(reasons) if reason is None])
         for row, reason in ended:
-            row.deliver(reason)
+            if isinstance(reason, Exception):
+                row.request.fail(reason)
+            else:
+                row.deliver(reason)
+
+    def _blamed(self, finite_N: Tensor) -> dict[Request, Exception]:
+        """Errors of the rows whose logits aren't finite. Raises ModelError as `blame` does."""
+        broken = {self.rows[i].request: len(self.rows[i].logprobs) for i in (~finite_N).nonzero()[:, 0].tolist()}
+        weights = self.model.named_parameters()
+        return blame(broken, all_rows=len(broken) == len(self.rows), weights=weights, version=self.version)
+
+    def _computed(self) -> Tensor:
+        """As `_forward`. Where a batch that begins can't be computed, its rows are tried one by one, and those that raise alone
+        fail: with a RequestFailed where the model has computed others."""
+        try:
+            return self._forward()
+        except Exception:  # of any kind: what breaks one request must not cost the others
+            rows, broken = self.rows, dict[_Row, Exception]()
+            if any(row.logprobs for row in rows):
+                raise
+            for row in rows:
+                self.rows, self._cache = [row], None
+                try:
+                    self._forward()
+                except Exception as error:
+                    broken[row] = error
+            self.rows, self._cache = [row for row in rows if row not in broken], None
+            if not broken:
+                raise
+        for row, error in broken.items():
+            row.request.fail(uncomputable(row.request, error) if self.rows else error)
+        return self._forward() if self.rows else torch.empty(0)
 
     def _keep(self, kept: list[int]) -> None:
         """Drops all other rows; where that fails, `reset` still finds them."""

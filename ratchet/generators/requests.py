@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.generators.engine.sampling import check_sampling
 from ratchet.generators.engine.stopping import StopStrings, TextDecoder
 from ratchet.types import Completion, Placed, Sampling, StopReason
 
@@ -92,16 +91,13 @@ class Entrance:
     ) -> Request:
         """Raises DataError for a prompt that is empty, too long, has an unknown token or media that don't lie in it,
         ConfigError for an impossible sampling, or media that the model can't read."""
-        prompt = np.array(tokens, dtype=np.int64)
-        if not len(prompt):
-            raise DataError("an empty prompt: the first token needs something before it, at least a BOS token")
+        prompt = _token_array(tokens)
         if len(prompt) > self.max_context:
             raise DataError(f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: shorten or drop it")
         if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id is a huge one
             wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
             raise DataError(f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its tokenizer?")
         self._check_media(prompt, media)
-        check_sampling(sampling)
         if sampling.routes and not self.records_routes:
             raise ConfigError("sampling asks for routes, and this generator records none: only the engine does, of experts")
         if sampling.adapter is not None and sampling.adapter not in (known := self.adapters()):
@@ -110,6 +106,11 @@ class Entrance:
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("sampling.stop has strings, but the generator has no tokenizer: give it one, or use stop_ids")
         watch = StopStrings(sampling.stop, self.tokenizer) if sampling.stop and self.tokenizer is not None else None
+        if sampling.drawn >= len(prompt):
+            raise DataError(
+                f"sampling.drawn={sampling.drawn} of a prompt of {len(prompt)} tokens leaves none before it. "
+                "Set sampling.drawn=0."
+            )
         if watch is not None:
             for token in prompt[len(prompt) - sampling.drawn :].tolist():
                 watch.feed(token)
@@ -130,6 +131,22 @@ class Entrance:
                     "outside or over the one before: give media in order, with the tokens that they were rendered with"
                 )
             end = start + medium.span
+
+
+def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a copy of a prompt. Raise DataError where it is no sequence of whole numbers, or is empty."""
+    try:
+        array = np.asarray(tokens)
+        if array.dtype.kind not in "iu" and len(array):
+            raise TypeError(f"their type is {array.dtype}")
+        prompt = np.array(array, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"a prompt is no sequence of token ids ({error}). Give whole numbers, as a tokenizer does.") from None
+    if prompt.ndim != 1:
+        raise DataError(f"a prompt has the shape {list(prompt.shape)}. Give one sequence of token ids.")
+    if not len(prompt):
+        raise DataError("an empty prompt: the first token needs something before it, at least a BOS token")
+    return prompt
 
 
 class Core(Protocol):

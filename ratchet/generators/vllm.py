@@ -38,7 +38,6 @@ from ratchet.types import Completion, Placed, Sampling
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_TEMPERATURE = 0.01  # vLLM takes a lower one for this
 BACKEND = "ratchet.generators.vllm_backend.VLLMBackend"
 
 
@@ -112,9 +111,9 @@ class VLLMGeneration(Front):
                 "vLLM doesn't say how much of the distribution its filters kept, which training on their tokens needs: "
                 "set sampling.top_p=1, top_k=0 and min_p=0, or generator.kind=engine"
             )
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        if 0 < sampling.temperature < (least := self.config.least_temperature):
             raise ConfigError(
-                f"sampling.temperature={sampling.temperature:g}, and vLLM would take {LEAST_TEMPERATURE} instead: "
+                f"sampling.temperature={sampling.temperature:g}, and vLLM would take {least:g} instead: "
                 "set it to 0 (greedy) or that much"
             )
         if self._broken:

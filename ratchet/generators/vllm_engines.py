@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ratchet.errors import ModelError, TrainingError
+from ratchet.errors import RequestFailed, TrainingError
 from ratchet.generators.engine.sampling import stream_of
+from ratchet.generators.faults import first_broken
 from ratchet.generators.requests import Core, Request
 from ratchet.generators.vllm_media import check_expanded, collapsed, media_of
 from ratchet.types import Completion, StopReason
@@ -93,13 +94,15 @@ class Answer:
         raise TrainingError(f"vLLM ended a request with '{finish_reason}': its log says why")
 
     def completion(self) -> Completion:
-        """Raises ModelError when logits weren't finite."""
+        """Raises RequestFailed when logits weren't finite."""
         assert self.stop is not None, "it has ended"
         logprobs = np.array(self.logprobs, dtype=np.float32)
         done = self.request.complete(np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop)
-        if np.isnan(logprobs).any():
-            version = done.versions[np.isnan(logprobs)][0]
-            raise ModelError(f"the model's logits aren't finite (weights version {version}): an update broke the weights")
+        if (index := first_broken(logprobs)) is not None:
+            raise RequestFailed(
+                f"vLLM's logits of a request aren't finite (token {index}, weights version {done.versions[index]}). "
+                "Leave this prompt out; if every request fails so, go back to the last checkpoint."
+            )
         return done
 
 
@@ -184,14 +187,22 @@ class Stepped:
             if answer is None:
                 continue
             piece = output.outputs[0]
-            check_expanded(answer.request, output.prompt_token_ids)
-            answer.add(piece)
-            if answer.stop is not None:
-                if piece.finish_reason is None:
-                    self.llm.abort_request([output.request_id])
-                completion = answer.completion()
-                del self._answers[output.request_id]
-                answer.request.deliver(completion)
+            try:
+                check_expanded(answer.request, output.prompt_token_ids)
+                answer.add(piece)
+                completion = None if answer.stop is None else answer.completion()
+            except Exception as error:  # whatever it is, it concerns this request alone
+                self._finish(output.request_id, piece)
+                answer.request.fail(error)
+            else:
+                if completion is not None:
+                    self._finish(output.request_id, piece)
+                    answer.request.deliver(completion)
+
+    def _finish(self, name: str, piece: Any) -> None:
+        del self._answers[name]
+        if piece.finish_reason is None:
+            self.llm.abort_request([name])
 
     def cancel(self, request: Request) -> None:
         self._drop(name for name, answer in self._answers.items() if answer.request is request)
@@ -201,7 +212,7 @@ class Stepped:
             answer.stop = StopReason.ABORTED
             try:
                 answer.request.deliver(answer.completion())
-            except ModelError as error:
+            except RequestFailed as error:
                 answer.request.fail(error)
 
     def reset(self) -> list[Request]:

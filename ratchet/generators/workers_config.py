@@ -52,6 +52,10 @@ class WorkersConfig(Section):
         return getattr(self.of, "filters", True)
 
     @property
+    def least_temperature(self) -> float:
+        return getattr(self.of, "least_temperature", 0.0)
+
+    @property
     def misfit(self) -> Callable[..., str | None] | None:
         return getattr(self.of, "misfit", None)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
 from ratchet.config.base import Section
+from ratchet.config.experience import Temperature
 from ratchet.config.kinds import Slot
 from ratchet.sandbox.config import local_sandbox
 
@@ -240,7 +241,7 @@ class ChatJudgeConfig(EndpointConfig):
     url: Url = Field(description="Base of an OpenAI-compatible API: http://localhost:8000/v1")
     model: str = Field(min_length=1, description="As the endpoint calls it.")
     rubric: str = Field("Is the response correct, complete and clear?", description="What counts.")
-    temperature: float = Field(0.0, ge=0, description="Of the judge; above 0, equal questions are still asked once.")
+    temperature: Temperature = Field(0.0, description="Of the judge; above 0, equal questions are still asked once.")
     max_tokens: int = Field(512, gt=0, description="Of its reply.")
     extra_body: dict[str, Any] = Field({}, description="Further keys of a request: {reasoning_effort: low}.")
     max_chars: int = Field(20_000, gt=1, description="Of a longer answer the judge reads only the beginning and the end.")

@@ -223,9 +223,11 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[Arena, Plan
         "samples": evaluation.samples,
         "greedy": evaluation.greedy,
         "passing": evaluation.passing,
-        "temperature": evaluation.temperature or plan.evaluation.temperature,
+        "temperature": plan.evaluation.temperature if evaluation.temperature is None else evaluation.temperature,
         "max_new_tokens": evaluation.max_new_tokens or plan.evaluation.max_new_tokens,
     }
+    if evaluation.temperature == 0 and evaluation.samples:
+        raise ConfigError("--temperature 0 makes the sampled attempts alike: give --samples 0, or leave --temperature out")
     if not evaluation.greedy and not evaluation.samples:
         raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples")
     return arena, replace(plan, evaluation=plan.evaluation.model_copy(update=asked), seed=evaluation.seed)

@@ -7,18 +7,21 @@ import hmac
 import secrets
 import signal
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ratchet.errors import ConfigError
 from ratchet.experience.proxy.server import chat_app
 from ratchet.experience.proxy.session import Answer, Session
-from ratchet.experience.proxy.wire import ApiError, Request
+from ratchet.experience.proxy.wire import Request, resampled
 from ratchet.stage import Policy
 from ratchet.tools.target import open_target
 from ratchet.types import Sampling
 from ratchet.web.guard import LOOPBACK
 from ratchet.web.server import Server
+
+FREE = ("temperature", "top_p")  # that an agent of a training run may not choose, and a client of this may
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,13 @@ class Served:
 
     async def answer(self, request: Request) -> Answer:
         """Raises ApiError."""
-        asked = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}
-        if not 0 <= asked.get("temperature", 0.0) <= 2 or not 0 < asked.get("top_p", 1.0) <= 1:
-            raise ApiError(400, "temperature is 0 to 2, and top_p above 0 to 1", code="invalid_value")
+        asked: dict[str, Any] = {name: value for name in FREE if (value := getattr(request, name)) is not None}
         seed = secrets.randbits(32) if request.seed is None else request.seed
-        sampling = self.policy.ends(replace(self.sampling, seed=seed, **asked))
+        sampling = self.policy.ends(resampled(self.sampling, seed=seed, **asked))
         session = Session(
             self.policy.generator, self.policy.renderer, sampling, max_context=self.policy.model.max_positions, max_turns=1
         )
-        return await session.answer(request.model_copy(update=dict.fromkeys(("temperature", "top_p"))))
+        return await session.answer(request.model_copy(update=dict.fromkeys(FREE)))
 
     def deliver(self, answer: Answer) -> None:
         """Nothing is kept of it."""

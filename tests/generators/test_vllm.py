@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ratchet.config.kinds import resolve
 from ratchet.config.loader import load_config
 from ratchet.config.schema import LoRAConfig
-from ratchet.errors import ConfigError, MissingDependency, ModelError, TrainingError
+from ratchet.errors import ConfigError, MissingDependency, ModelError, RequestFailed, TrainingError
 from ratchet.executors import environment
 from ratchet.generators import vllm
 from ratchet.generators.config import VLLMConfig
@@ -289,7 +289,7 @@ def test_logits_that_are_not_finite_and_errors_of_vllm_are_raised():
     answer = Answer(request())
     answer.add(piece([8], "length", logprob=float("nan")))
     answer.request.marks += [(0, 2)]
-    with pytest.raises(ModelError, match=r"aren't finite \(weights version 2\)"):
+    with pytest.raises(RequestFailed, match=r"aren't finite \(token 0, weights version 2\)"):
         answer.completion()
     with pytest.raises(TrainingError, match="'error'"):
         Answer(request()).add(piece([8], "error"))
@@ -461,6 +461,28 @@ def test_requests_of_an_engine_that_broke_are_given_back_though_it_can_not_be_to
     assert core.reset() == []
 
 
+@pytest.mark.fault("R16")
+def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
+    """In this process: its logits, its end, text that can't be decoded; the fourth is delivered."""
+
+    class Undecodable:
+        def decode(self, ids):
+            raise KeyError(ids[0])
+
+    core, told, aborted = object.__new__(Stepped), [], []
+    requests = [replace(request(), deliver=told.append, fail=told.append, marks=[(0, 0)]) for _ in range(4)]
+    requests[2].watch = StopStrings(("x",), Undecodable())
+    pieces = [piece([8], "length", logprob=float("nan")), piece([8], "error"), piece([8]), piece([8], "length")]
+    outputs = [SimpleNamespace(request_id=str(i), outputs=[each], prompt_token_ids=[1, 2]) for i, each in enumerate(pieces)]
+    core.llm = SimpleNamespace(step=lambda: outputs, abort_request=aborted.extend)
+    core._answers = {str(i): Answer(each) for i, each in enumerate(requests)}
+    core.step()
+    assert [type(each) for each in told[:3]] == [RequestFailed, TrainingError, RequestFailed]
+    assert told[3].tokens.tolist() == [8]
+    assert not core.busy
+    assert aborted == ["2"], "the others had ended"
+
+
 def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_one_were_broken():
     core, found = object.__new__(Stepped), []
     broken, whole = (replace(request(), deliver=found.append, fail=found.append) for _ in range(2))
@@ -468,7 +490,7 @@ def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_o
     core._answers["1"].add(piece([8], None, logprob=float("nan")))
     broken.marks.append((0, 0))
     core.abort()
-    assert isinstance(found[0], ModelError)
+    assert isinstance(found[0], RequestFailed)
     assert found[1].stop is StopReason.ABORTED
     assert not core.busy
 

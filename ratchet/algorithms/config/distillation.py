@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ratchet.algorithms.config.base import AlgorithmConfig, Source, Teacher
+from ratchet.config.experience import Temperature
 
 Objective = Annotated[
     Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"],
@@ -54,7 +55,7 @@ class OffPolicyDistillationConfig(DistillationConfig):
 
     source: ClassVar[Source] = "rows"
 
-    temperature: float = Field(default=1.0, gt=0, description="Both softmaxes are taken at this temperature.")
+    temperature: Temperature = Field(default=1.0, gt=0, description="Both softmaxes are taken at this temperature.")
 
     @property
     def tau(self) -> float:

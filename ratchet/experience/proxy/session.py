@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ratchet.data.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.episode import TokenRecord
-from ratchet.experience.proxy.wire import ApiError, Reply, Request, visible
+from ratchet.experience.proxy.wire import ApiError, Reply, Request, resampled, visible
 from ratchet.experience.seeds import seed_for
 from ratchet.interfaces import Generator
 from ratchet.observe.waits import GENERATE, waiting
@@ -105,7 +105,7 @@ class Session:
             if room <= 0:
                 raise self._too_long(f"the conversation has {len(prompt)} tokens, the context {self.max_context}")
             allowed = min(self.sampling.max_new_tokens, room)
-            own = replace(
+            own = resampled(
                 self.sampling,
                 seed=self._seed(keys[-1], request.seed),
                 max_new_tokens=min(allowed, request.limit or allowed),

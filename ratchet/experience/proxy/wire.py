@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
-from ratchet.types import Completion, Message, StopReason, ToolCall
+from ratchet.errors import SamplingError
+from ratchet.types import Completion, Message, Sampling, StopReason, ToolCall
 
 MODEL = "policy"  # the one model that is served
 MOST_MESSAGES = 2048  # of a request; as many as OpenAI's API takes
@@ -153,10 +154,7 @@ class Request(_Body):
     @field_validator("stop", mode="before")
     @classmethod
     def _several(cls, stop: Any) -> Any:
-        found = [stop] if isinstance(stop, str) else stop
-        if isinstance(found, list) and "" in found:
-            raise ValueError("an empty string would end every answer before it begins")
-        return found
+        return [stop] if isinstance(stop, str) else stop
 
     @classmethod
     def read(cls, body: bytes) -> Request:
@@ -202,6 +200,14 @@ REFUSED = {
     "presence_penalty": "; the learner could not reproduce its logprobs",
     "frequency_penalty": "; the learner could not reproduce its logprobs",
 }
+
+
+def resampled(sampling: Sampling, **asked: Any) -> Sampling:
+    """Return the sampling with what a request asks for. Raise ApiError (400, names the field) where nothing can be drawn so."""
+    try:
+        return replace(sampling, **asked)
+    except SamplingError as error:
+        raise ApiError(400, str(error), param=error.field, code="invalid_value") from None
 
 
 # --- answers

@@ -77,6 +77,8 @@ class Bank:
         for key, weight in stored.weights.items():
             if key not in places or places[key].shape != weight.shape:
                 raise ModelError(f"adapter '{name}': its weight '{key}' {tuple(weight.shape)} doesn't fit the model")
+            if not bool(weight.isfinite().all()):
+                raise ModelError(f"adapter '{name}': its weight '{key}' isn't finite. Export the adapter again.")
             places[key].copy_(weight)
         self._added[name] = {path: linear.adapter for path, linear in _maps(fresh).items() if linear.adapter is not None}
         self._view = None

@@ -78,6 +78,11 @@ class KVCache:
             used = store[:, :, :length]
             used.index_copy_(0, targets, used.index_select(0, sources))
 
+    def erase(self, rows: list[int]) -> None:
+        """Makes some slots hold finite numbers again."""
+        for store in (*self.keys, *self.values) if rows else ():
+            store.index_fill_(0, torch.tensor(rows, device=self.device), 0.0)
+
     def write(self, layer: int, rows_N: Tensor, positions_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
         """Stores token `position` of each slot (int64 [N] both, no two alike)."""
         self.keys[layer].transpose(1, 2).index_put_((rows_N, positions_N), k_NKD)

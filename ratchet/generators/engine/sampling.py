@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratchet.errors import ConfigError
 from ratchet.types import Sampling
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -53,29 +52,6 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 # --- settings
-
-RANGES = {
-    "temperature": "0 (greedy) or more",
-    "top_p": "above 0 and at most 1",
-    "top_k": "0 (off) or more",
-    "min_p": "between 0 and 1",
-    "max_new_tokens": "0 or more",
-}
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raises ConfigError for a value that no distribution has."""
-    fine = (
-        0 <= sampling.temperature < float("inf"),
-        0 < sampling.top_p <= 1,
-        sampling.top_k >= 0,
-        0 <= sampling.min_p <= 1,
-        sampling.max_new_tokens >= 0,
-    )
-    if not all(fine):
-        name = next(name for name, right in zip(RANGES, fine, strict=True) if not right)
-        raise ConfigError(f"sampling.{name} is {getattr(sampling, name)}: it must be {RANGES[name]}")
-
 
 SETTING = np.dtype(
     [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -17,19 +17,22 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratchet.errors import ConfigError, ModelError
+from ratchet.errors import ConfigError, ModelError, RequestFailed
 from ratchet.generators.engine.adapters import Bank
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
 from ratchet.generators.engine.cache import KVCache
 from ratchet.generators.engine.compiled import CompiledDecoder
+from ratchet.generators.engine.layout import ceil_to, counting, spans
 from ratchet.generators.engine.sampling import draw, uniforms
 from ratchet.generators.engine.slots import Active, Slots
+from ratchet.generators.faults import blame, first_broken, uncomputable
 from ratchet.generators.requests import PromptKey, Request
 from ratchet.models.decoder import Decoder
 from ratchet.models.routing import Record
 from ratchet.types import StopReason
 
 GIB = 2**30
+Ended = Mapping[int, StopReason | RequestFailed]  # by slot
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Scheduler:
         weight = decoder.head_weight
         self.decoder, self.limits, self.device = decoder, limits, weight.device
         self.vocab_size = decoder.config.vocab_size
-        max_rows = _ceil(limits.max_running, limits.row_multiple)
+        max_rows = ceil_to(limits.max_running, limits.row_multiple)
         self.cache = KVCache(decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device)
         routes = len(decoder.config.sparse_layers), decoder.config.experts_per_token
         self.slots = Slots(vocab_size=self.vocab_size, row_multiple=limits.row_multiple, device=weight.device, routes=routes)
@@ -95,7 +98,11 @@ class Scheduler:
             self.waiting.remove(request)
 
     def abort(self) -> None:
-        self._retire(dict.fromkeys(range(len(self.running)), StopReason.ABORTED))
+        try:
+            self._retire(dict.fromkeys(range(len(self.running)), StopReason.ABORTED))
+        except ModelError as error:
+            for request in self.reset():
+                request.fail(error)
         while self.waiting:
             request = self.waiting.popleft()
             request.deliver(request.without_tokens(StopReason.ABORTED))
@@ -118,7 +125,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Raises ModelError when the logits of a request that ends here weren't finite."""
+        """Raises ModelError where the weights are broken. A request that can't be computed fails alone."""
         if self._stale:
             self._refresh()
         while batch := self._admissible():
@@ -146,7 +153,7 @@ class Scheduler:
         return batch[:count]
 
     def _fits(self, rows: int, length: int) -> bool:
-        return self.cache.bytes_for(_ceil(rows, self.limits.row_multiple), length) <= self.limits.kv_bytes
+        return self.cache.bytes_for(ceil_to(rows, self.limits.row_multiple), length) <= self.limits.kv_bytes
 
     def _reserve(self, rows: int, length: int) -> bool:
         """Whether anything had to grow."""
@@ -156,50 +163,87 @@ class Scheduler:
         return before != (self.cache.rows, self.cache.capacity)
 
     def _enter(self, batch: list[Request]) -> None:
-        """Gives these, the first that wait, the next free slots, computes each distinct prompt once, and draws their first
-        tokens. They wait until they run, so that after an error in between `reset` finds them."""
+        """Starts these, the first that wait. Where computing them together raises, each is computed alone: those that raise
+        then fail alone, with a RequestFailed where the model has computed others."""
+        longest = max(len(request.prompt) for request in batch)
+        self._reserve(ceil_to(len(self.running) + len(batch), self.limits.row_multiple), longest + 1)
+        try:
+            hidden_Nd = self._computed(batch)
+        except Exception:  # of any kind: what breaks one request must not cost the others
+            self._enter_each(batch)
+        else:
+            self._begin(batch, hidden_Nd)
+
+    def _enter_each(self, batch: list[Request]) -> None:
+        broken: dict[Request, Exception] = {}
+        for request in batch:
+            try:
+                hidden_Nd = self._computed([request])
+            except Exception as error:
+                broken[request] = error
+                self.waiting.remove(request)
+            else:
+                self._begin([request], hidden_Nd)
+        computes = len(broken) < len(batch) or bool(self.running)
+        for request, error in broken.items():
+            request.fail(uncomputable(request, error) if computes else error)
+
+    def _computed(self, batch: list[Request]) -> Tensor:
+        """The hidden state of each request's last prompt token, [N, d] and padding rows: gives them the next free slots and
+        computes each distinct prompt once. They wait until they run, so that after an error `reset` finds them."""
+        recording, choosing = self._recording, self._choosing
+        self._recording += sum(request.sampling.routes for request in batch)
+        self._choosing += sum(request.sampling.adapter is not None for request in batch)
+        try:
+            return self._prefilled(batch)
+        except BaseException:
+            self._recording, self._choosing = recording, choosing
+            raise
+
+    def _prefilled(self, batch: list[Request]) -> Tensor:
         first, count = len(self.running), len(batch)
         numbers: dict[tuple[str | None, PromptKey], int] = {}
         which_N = np.array([numbers.setdefault(request.key, len(numbers)) for request in batch])
         prompts = [np.frombuffer(tokens, dtype=np.int64) for _, (tokens, _) in numbers]
         lengths_P = np.array([len(prompt) for prompt in prompts])
         starts_P = np.cumsum(lengths_P) - lengths_P
-        self._reserve(_ceil(first + count, self.limits.row_multiple), int(lengths_P.max()) + 1)
         self.slots.enter(batch, first)
 
         own_N = lengths_P[which_N]
-        rows, positions = np.repeat(np.arange(first, first + count), own_N), _counting(own_N)
+        rows, positions = np.repeat(np.arange(first, first + count), own_N), counting(own_N)
         sources = np.repeat(starts_P[which_N], own_N) + positions
         tokens_T = self._upload(np.concatenate(prompts))
         self.slots.store(self._upload(rows), self._upload(positions), tokens_T[self._upload(sources)])
-        self._recording += sum(request.sampling.routes for request in batch)
-        self._choosing += sum(request.sampling.adapter is not None for request in batch)
         record = self._record(len(tokens_T))
         adapters = [adapter for adapter, _ in numbers]
         hidden_Td = self._prefill(tokens_T, lengths_P, adapters, sources, rows, positions, record)
         if record is not None:
             at = self._upload(rows), self._upload(positions)
             self.slots.routes_RCLK.index_put_(at, record.experts_TLK[self._upload(sources)])
+        last_N = (starts_P + lengths_P - 1)[which_N]
+        padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
+        return hidden_Td.index_select(0, self._upload(padded))
 
+    def _begin(self, batch: list[Request], hidden_Nd: Tensor) -> None:
+        """Draws their first tokens, of hidden states that `_computed` gave."""
+        first, count = len(self.running), len(batch)
         self.running += batch
-        for _ in batch:
-            self.waiting.popleft()
+        for request in batch:
+            self.waiting.remove(request)
         self._active = None
         self._watching += sum(request.watch is not None for request in batch)
         for request in batch:
             request.marks.append((0, self.version))
-        last_N = (starts_P + lengths_P - 1)[which_N]
-        padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
-        self._retire(self._emit(self.slots.active(first, first + count), hidden_Td.index_select(0, self._upload(padded))))
+        self._retire(self._emit(self.slots.active(first, first + count), hidden_Nd))
 
     def _refresh(self) -> None:
         """Computes the keys and values of all running requests anew: of all their tokens but the last, which is fed next. Their
         routes stay: what was drawn came from those."""
         self._stale = False
         lengths = self.slots.lengths[: len(self.running)] - 1
-        for rows in _spans(lengths, self.limits.prefill_tokens):
+        for rows in spans(lengths, self.limits.prefill_tokens):
             own = lengths[rows]
-            slots, positions = np.repeat(np.arange(rows.start, rows.stop), own), _counting(own)
+            slots, positions = np.repeat(np.arange(rows.start, rows.stop), own), counting(own)
             tokens_T = self.slots.tokens_RC[self._upload(slots), self._upload(positions)]
             adapters = [request.sampling.adapter for request in self.running[rows]]
             self._prefill(tokens_T, own, adapters, np.arange(len(tokens_T)), slots, positions)
@@ -220,7 +264,7 @@ class Scheduler:
         places = (self._upload(x) for x in (sources, slots, positions))
         attend = PrefillAttention(self.cache, lengths, *places)
         self.prefilled_tokens += len(tokens_T)
-        tokens_T, positions_T = F.pad(tokens_T, padding), F.pad(self._upload(_counting(lengths)), padding)
+        tokens_T, positions_T = F.pad(tokens_T, padding), F.pad(self._upload(counting(lengths)), padding)
         decoder = self._decoder(np.repeat(np.array(adapters, dtype=object), lengths).tolist() if self._choosing else ())
         return decoder(tokens_T, positions_T, attend, row_multiple=self.limits.row_multiple, route=record)
 
@@ -230,7 +274,7 @@ class Scheduler:
 
     def _record(self, tokens: int) -> Record | None:
         """For a forward of so many tokens and padding; None where nobody asks."""
-        rows = _ceil(tokens, self.limits.row_multiple)
+        rows = ceil_to(tokens, self.limits.row_multiple)
         return Record(self.decoder.config, rows, self.device) if self._recording else None
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
@@ -271,7 +315,7 @@ class Scheduler:
             self.slots.routes_RCLK.index_put_(at, record.experts_TLK[: active.count])
         return hidden
 
-    def _emit(self, active: Active, hidden_Nd: Tensor) -> Mapping[int, StopReason]:
+    def _emit(self, active: Active, hidden_Nd: Tensor) -> Ended:
         """Draws the next token of each slot in the range, from hidden states that may end with padding rows. Returns the slots
         that have ended."""
         weight_Vd = self.decoder.head_weight
@@ -282,23 +326,27 @@ class Scheduler:
         )
         draws = []
         for chunk in active.chunks:
-            padded = hidden_Nd[chunk.rows.start : _ceil(chunk.rows.stop, self.limits.row_multiple)].to(dtype)
+            padded = hidden_Nd[chunk.rows.start : ceil_to(chunk.rows.stop, self.limits.row_multiple)].to(dtype)
             logits_NV = F.linear(padded, weight_Vd)[: chunk.rows.stop - chunk.rows.start]
             draws.append(draw(logits_NV, u_N[chunk.rows], chunk.settings))
         return self._ended(active, self.slots.record(active, draws))
 
-    def _ended(self, active: Active, tokens_N: Tensor) -> Mapping[int, StopReason]:
-        """The weakest reason first: a stop id outdoes a stop string, which outdoes a limit."""
+    def _ended(self, active: Active, tokens_N: Tensor) -> Ended:
+        """The weakest reason first: a stop id outdoes a stop string, which outdoes a limit. Text that
+        can't be decoded fails its request."""
         first, end = active.first, active.first + active.count
         full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
-        ended = {row: self.running[row].reason_at_limit for row in full.tolist()}
+        ended: dict[int, StopReason | RequestFailed] = {row: self.running[row].reason_at_limit for row in full.tolist()}
         watched = [row for row in range(first, end) if self.running[row].watch] if self._watching else []
         if watched:
             picked = tokens_N[torch.tensor(watched, device=self.device) - first]
             for row, token in zip(watched, picked.tolist(), strict=True):
                 watch = self.running[row].watch
-                if watch is not None and watch.feed(token):
-                    ended[row] = StopReason.STOP_STRING
+                try:
+                    if watch is not None and watch.feed(token):
+                        ended[row] = StopReason.STOP_STRING
+                except RequestFailed as error:
+                    ended[row] = error
         if active.stops_NS is not None:
             hits = (tokens_N[:, None] == active.stops_NS).any(-1).nonzero()[:, 0]
             ended |= dict.fromkeys((hits + first).tolist(), StopReason.STOP_TOKEN)
@@ -306,26 +354,35 @@ class Scheduler:
 
     # --- the end of a request
 
-    def _retire(self, ended: Mapping[int, StopReason]) -> None:
-        """Delivers the results of these slots and frees them."""
+    def _retire(self, ended: Ended) -> None:
+        """Delivers the results of these slots, or their errors, and frees them. Raises ModelError as `blame` does."""
         if not ended:
             return
         rows = list(ended)
         requests = [self.running[row] for row in rows]
         results = self.slots.read(rows)
         routes = [self.slots.read_routes(row) if self.running[row].sampling.routes else None for row in rows]
-        if any(np.isnan(logprobs).any() for _, logprobs, _ in results):
-            raise ModelError(
-                f"the model's logits aren't finite (weights version {self.version}): an update has broken the weights; "
-                "lower the learning rate, or go back to the last checkpoint"
-            )
+        at = [first_broken(logprobs) for _, logprobs, _ in results]
+        broken = {request: index for request, index in zip(requests, at, strict=True) if index is not None}
+        errors = self._blamed(broken) if broken else {}
         self._leave(rows)
         for request, (tokens, logprobs, kept), stop, taken in zip(requests, results, ended.values(), routes, strict=True):
-            request.deliver(request.complete(tokens, logprobs, kept, stop, taken))
+            error = errors.get(request, stop)
+            if isinstance(error, Exception):
+                request.fail(error)
+            else:
+                request.deliver(request.complete(tokens, logprobs, kept, error, taken))
+
+    def _blamed(self, broken: Mapping[Request, int]) -> Mapping[Request, Exception]:
+        running = list(range(len(self.running)))
+        all_rows, weights = self.slots.broken(running) == running, self.decoder.named_parameters()
+        return blame(broken, all_rows=all_rows, weights=weights, version=self.version)
 
     @torch.inference_mode()
     def _leave(self, rows: list[int]) -> None:
-        """Frees slots; the last running requests move into the gaps."""
+        """Frees slots; the last running requests move into the gaps. Where the keys and values in a
+        slot aren't finite they are erased: the next request there would read them with weight 0, and
+        get NaN."""
         remaining, gone = len(self.running) - len(rows), set(rows)
         holes = [row for row in rows if row < remaining]
         movers = [row for row in range(remaining, len(self.running)) if row not in gone]
@@ -333,33 +390,14 @@ class Scheduler:
         self._recording -= sum(self.running[row].sampling.routes for row in rows)
         self._choosing -= sum(self.running[row].sampling.adapter is not None for row in rows)
         self._active = None
+        broken = self.slots.broken([*rows, *movers])
+        self.cache.erase([row for row in rows if row in broken])
         if movers:
             length = int(self.slots.lengths[movers].max())
             self.slots.move(movers, holes, length)
             sources, targets = (torch.tensor(part, device=self.device) for part in (movers, holes))
             self.cache.move(sources, targets, length)
+            self.cache.erase([row for row in movers if row in broken])
         for source, target in zip(movers, holes, strict=True):
             self.running[target] = self.running[source]
         del self.running[remaining:]
-
-
-def _ceil(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _counting(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 .. n-1 for each n, laid end to end."""
-    ends = np.cumsum(lengths)
-    return np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
-
-
-def _spans(lengths: NDArray[np.int64], budget: int) -> Iterator[slice]:
-    """Consecutive ranges whose lengths sum to at most `budget`, or that have one entry."""
-    start, used = 0, 0
-    for row, length in enumerate(lengths.tolist()):
-        if row > start and used + length > budget:
-            yield slice(start, row)
-            start, used = row, 0
-        used += length
-    if start < len(lengths):
-        yield slice(start, len(lengths))

@@ -120,6 +120,16 @@ class Slots:
             results.append((tokens[i, new].copy(), logprobs[i, new].copy(), own_kept))
         return results
 
+    def broken(self, rows: list[int]) -> list[int]:
+        """Those of some slots whose newest logprob isn't finite."""
+        newest = self.lengths[rows] - 1
+        if self.device.type == "cpu":  # by numpy, in a tenth of the time that PyTorch takes to index
+            logprobs = self.logprobs_RC.numpy()[rows, newest]
+        else:
+            logprobs = self.logprobs_RC[torch.tensor(rows, device=self.device), self._upload(newest)].cpu().numpy()
+        finite = np.isfinite(logprobs)
+        return [] if finite.all() else [row for row, fine in zip(rows, finite, strict=True) if not fine]
+
     def read_routes(self, row: int) -> NDArray[np.int16]:
         """Of prompt and completion, whose last token has not been computed."""
         routes = self.routes_RCLK[row, : self.lengths[row]].cpu().numpy().copy()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ratchet.errors import RequestFailed
+
 SHORTEST_WINDOW = 32  # tokens; below it, trimming costs more than it saves
 
 
@@ -27,13 +29,23 @@ class StopStrings:
         self.window: list[int] = []
 
     def feed(self, token: int) -> bool:
-        """Whether a stop string is complete now. A character of several tokens counts from its last one on."""
+        """Whether a stop string is complete now. A character of several tokens counts from its last
+        one on. Raises RequestFailed where the tokenizer can't decode."""
         self.window.append(token)
-        text = self.tokenizer.decode(self.window)
+        text = self._decoded(self.window)
         if any(string in text for string in self.strings):
             return True
         if len(self.window) >= SHORTEST_WINDOW:
             half = self.window[len(self.window) // 2 :]
-            if len(self.tokenizer.decode(half)) > self.margin:
+            if len(self._decoded(half)) > self.margin:
                 self.window = half
         return False
+
+    def _decoded(self, tokens: list[int]) -> str:
+        try:
+            return self.tokenizer.decode(tokens)
+        except Exception as error:  # whatever a tokenizer raises, it concerns these tokens, and with them this request
+            raise RequestFailed(
+                f"the tokenizer can't decode {tokens[-8:]}, so stop strings can't be found ({type(error).__name__}: {error}). "
+                "Use stop_ids in place of stop."
+            ) from error

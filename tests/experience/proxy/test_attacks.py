@@ -83,7 +83,7 @@ WRONG = {
     "a forced call": ({**BODY, "tool_choice": "required"}, "tool_choice: Input should be 'auto' or 'none'; no call can be"),
     "alternatives": ({**BODY, "top_logprobs": 3}, "top_logprobs: Input should be 0; only the sampled token's own"),
     "a format": ({**BODY, "response_format": {"type": "json_object"}}, "response_format.type: "),
-    "an empty stop": ({**BODY, "stop": [""]}, "stop: Value error, an empty string would end every answer"),
+    "an empty stop": ({**BODY, "stop": [""]}, "stop='' is not text, or is empty, which would end every completion"),
     "five stops": ({**BODY, "stop": list("abcde")}, "stop: List should have at most 4 items"),
     "no tokens": ({**BODY, "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     "a number as text": ({**BODY, "max_tokens": "5"}, "max_tokens: Input should be a valid integer"),

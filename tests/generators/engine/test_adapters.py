@@ -57,6 +57,15 @@ def assert_same(a, b, tolerance=0.0):
     assert float(abs(a.logprobs - b.logprobs).max()) <= tolerance
 
 
+def test_an_adapter_that_is_not_finite_is_refused(adapters, tmp_path):
+    made = policy(5)
+    with torch.no_grad():
+        next(iter(dict(made.adapter_weights()).values()))[0] = float("inf")
+    engine = Engine(CONFIG, policy())
+    with pytest.raises(ModelError, match=r"adapter 'bad': its weight '.*' isn't finite"):
+        engine.add_adapter("bad", saved(made, tmp_path))
+
+
 def test_adapters_at_once_give_what_each_gives_alone(adapters):
     engine = Engine(CONFIG, policy())
     for name, (directory, _) in adapters.items():

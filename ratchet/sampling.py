@@ -1,0 +1,230 @@
+"""How one completion is drawn, and with which numbers that can be done.
+
+A recipe, a request and Python all construct a `Sampling`, which checks itself. No other place states
+a bound, except one that is narrower for a reason of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+from ratchet.errors import SamplingError
+
+# Logits are float32, whose neighbours near 32 lie 4e-6 apart. Below 1e-5, dividing by the temperature
+# turns that rounding into half a nat, so no recorded logprob means anything. (Where logits reach 1e4
+# the quotient overflows below 3e-35.) Above 1e5, logits that differ by 100 give probabilities that
+# differ by a thousandth: the model no longer matters.
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e5
+LARGEST_COUNT = 2**31 - 1  # what every generator can hold
+LEAST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
+MOST_STOP_IDS = 4096  # each is compared with each row's token at every step
+MOST_STOPS, LONGEST_STOP = 64, 1024  # so much text, twice over, is decoded and searched at every token
+_set = object.__setattr__  # as a frozen dataclass sets its own fields
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one completion is drawn. `temperature=0` is greedy. Filters act after the temperature, in the order top_k, top_p,
+    min_p (each on the distribution that the temperature gives, renormalised at the end).
+
+    `top_k=0`, `top_p=1` and `min_p=0` are off. `stop_ids` end a completion and belong to it; so do `stop` strings. Equal
+    (tokens, sampling, weights) give equal completions, whatever else is being generated. `routes`: record which experts compute
+    each token, for a mixture of experts. `drawn`: so many tokens at the end of the prompt are the beginning of this completion,
+    which was interrupted, and goes on as if it had not been. `adapter`: which of those that the generator serves; None: the
+    policy's own, "base": none.
+
+    Raises SamplingError for a value with which nothing can be drawn. Numbers of numpy become Python's,
+    lists become tuples.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    routes: bool = False
+    drawn: int = 0
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self._is_plain():
+            for name, check in CHECKS.items():
+                _set(self, name, check(name, getattr(self, name)))
+
+    def _is_plain(self) -> bool:
+        """Return True if every value has its plain type and lies in its range. It runs for every turn
+        of an attempt, so it is one expression: 0.4 us without stops, 1.4 us with."""
+        t, p, ids, stop = self.temperature, self.top_p, self.stop_ids, self.stop
+        return (
+            type(t) is type(p) is type(self.min_p) is float
+            and type(self.top_k) is type(self.max_new_tokens) is type(self.seed) is type(self.drawn) is int
+            and type(ids) is type(stop) is tuple
+            and (t == 0.0 or LEAST_TEMPERATURE <= t <= LARGEST_TEMPERATURE)
+            and 0.0 < p <= 1.0
+            and 0.0 <= self.min_p < 1.0
+            and 0 <= self.top_k <= LARGEST_COUNT
+            and 0 <= self.max_new_tokens <= LARGEST_COUNT
+            and 0 <= self.drawn <= LARGEST_COUNT
+            and LEAST_SEED <= self.seed <= LARGEST_SEED
+            and (not ids or _are_ids(ids))
+            and (not stop or _are_stops(stop))
+            and type(self.routes) is bool
+            and (self.adapter is None or type(self.adapter) is str)
+        )
+
+    def seeded(self, seed: int) -> Sampling:
+        """Return a copy with another seed, in 40 % of the time that `replace` takes: what was checked
+        is not checked again."""
+        copied = object.__new__(Sampling)
+        for name in FIELDS:
+            _set(copied, name, getattr(self, name))
+        _set(copied, "seed", CHECKS["seed"]("seed", seed))
+        return copied
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens can be cut from the distribution (then `log_kept_mass` is not all zero)."""
+        return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+FIELDS = tuple(field.name for field in fields(Sampling))
+
+
+def check_setting(name: str, value: Any) -> Any:
+    """Return the value of one field of `Sampling` in its plain type. Raise SamplingError where nothing
+    can be drawn with it."""
+    return CHECKS[name](name, value)
+
+
+def _are_ids(ids: tuple[Any, ...]) -> bool:
+    return {*map(type, ids)} == {int} and len(ids) <= MOST_STOP_IDS and min(ids) >= 0 and max(ids) <= LARGEST_COUNT
+
+
+def _are_stops(stops: tuple[Any, ...]) -> bool:
+    return {*map(type, stops)} == {str} and len(stops) <= MOST_STOPS and all(stops) and max(map(len, stops)) <= LONGEST_STOP
+
+
+# --- what each field may be, told with the smallest fix
+
+
+def _refused(name: str, value: object, wrong: str, fix: object) -> SamplingError:
+    return SamplingError(f"{name}={_shown(value)} {wrong}. Set {name}={fix}.", field=name)
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "(a number of thousands of digits)"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _real(name: str, value: Any, default: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _refused(name, value, "is not a number", default)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = float("inf")
+    if not isfinite(number):
+        raise _refused(name, value, "is not a finite number", default)
+    return number
+
+
+def _temperature(name: str, value: Any) -> float:
+    number = _real(name, value, 1)
+    if number < 0:
+        raise _refused(name, value, "is below 0", f"0 (greedy) or {LEAST_TEMPERATURE:g} or more")
+    if 0 < number < LEAST_TEMPERATURE:
+        wrong = f"is too small: below {LEAST_TEMPERATURE:g} the division of logits by it leaves rounding noise, or overflows"
+        raise _refused(name, value, wrong, f"0 (greedy) or {LEAST_TEMPERATURE:g}")
+    if number > LARGEST_TEMPERATURE:
+        raise _refused(name, value, "is too large: every token would be equally likely", f"{LARGEST_TEMPERATURE:g} or less")
+    return number
+
+
+def _top_p(name: str, value: Any) -> float:
+    number = _real(name, value, "1 (off)")
+    if not 0 < number <= 1:
+        raise _refused(name, value, "is not above 0 and at most 1", "1 (off)")
+    return number
+
+
+def _min_p(name: str, value: Any) -> float:
+    number = _real(name, value, "0 (off)")
+    if not 0 <= number < 1:
+        raise _refused(name, value, "is not at least 0 and below 1", "0 (off)")
+    return number
+
+
+def _whole(least: int, largest: int, default: str) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise _refused(name, value, "is not a whole number", default)
+        number = int(value)
+        if not least <= number <= largest:
+            raise _refused(name, value, f"is outside of {least:,} to {largest:,}", default)
+        return number
+
+    return check
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise _refused(name, value, "is not a sequence of strings", "[] (none)")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise _refused(name, text, "is not text, or is empty, which would end every completion at once", "[] (none)")
+        if len(text) > LONGEST_STOP:
+            raise _refused(name, text, f"has {len(text):,} characters", f"a string of at most {LONGEST_STOP:,}")
+    if len(value) > MOST_STOPS:
+        raise _refused(name, value, f"has {len(value):,} strings", f"at most {MOST_STOPS} of them")
+    return tuple(map(str, value))
+
+
+def _stop_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise _refused(name, value, "is not a sequence of token ids", "[] (none)")
+    if len(value) > MOST_STOP_IDS:
+        raise _refused(name, value, f"has {len(value):,} ids", f"at most {MOST_STOP_IDS:,} of them")
+    return tuple(_token_id(name, token) for token in value)
+
+
+def _routes(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refused(name, value, "is neither True nor False", False)
+    return value
+
+
+def _adapter(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise _refused(name, value, "is no name of an adapter", "None for the policy's own")
+    return value
+
+
+_token_id = _whole(0, LARGEST_COUNT, "[] (none)")
+_count = _whole(0, LARGEST_COUNT, "0 or more")
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": _temperature,
+    "top_p": _top_p,
+    "top_k": _whole(0, LARGEST_COUNT, "0 (off)"),
+    "min_p": _min_p,
+    "max_new_tokens": _whole(0, LARGEST_COUNT, "256"),
+    "stop": _stop,
+    "stop_ids": _stop_ids,
+    "seed": _whole(LEAST_SEED, LARGEST_SEED, "0"),
+    "routes": _routes,
+    "drawn": _count,
+    "adapter": _adapter,
+}
