@@ -24,8 +24,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import settings
 
-# A shell that starts the suite in the background has SIGINT ignored, and its children would inherit that.
+# A shell that starts the suite in the background, or by nohup, has these ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("ratchet", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=100)  # in `make test-slow`

@@ -17,7 +17,9 @@ NESTED = [[], [1, [2]], (), ((1,), "x"), set(), {1, "a"}, frozenset({(1, 2)}), {
 def test_plain_values_come_back_with_their_types(value):
     there = decode(json.loads(json.dumps(encode(value))))
     assert there == value
-    assert repr(there) == repr(value)
+    assert type(there) is type(value)
+    if not isinstance(value, set):  # a set travels in an order of its own
+        assert repr(there) == repr(value)
 
 
 def test_what_overrides_built_in_types_stays_behind():
