@@ -159,6 +159,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "temporary files of a killed process",
             "the next run removes them, and nothing of a living process or of another user",
         ),
+        "P26": (
+            "a file of a run becomes a link, a pipe or a directory under it",
+            "never followed or waited for: restored, or named by a warning or an error",
+        ),
+        "P27": (
+            "the disk is full beside a save: log, ledger, summary",
+            "one warning, or the run ends with a sentence, and can be resumed",
+        ),
     },
     "Hostile input": {
         "S1": ("a pickle in a checkpoint", "refused unopened"),

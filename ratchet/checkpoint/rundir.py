@@ -17,7 +17,7 @@ from ratchet import faults
 from ratchet.config.tree import read_file, write_text
 from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.inputs import read_json
-from ratchet.observe.files import replace_text
+from ratchet.observe.files import open_plain, replace_text
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ class RunDirectory:
             config: The resolved recipe as plain values, written again if `config.yaml` was deleted.
 
         Raises:
-            RunDirectoryError: The path is gone or is another directory, or another process locked it.
+            RunDirectoryError: The path is gone or is another directory, another process locked it, or a
+            lost file can't be restored.
         """
         if not _is_same_file(self.path, self._directory_fd):
             raise RunDirectoryError(
@@ -100,8 +101,8 @@ class RunDirectory:
             os.close(self._lock_fd)
             self._lock_fd = lock_fd
             log.warning("%s was deleted under its run and is taken again", self._lock)
-        if not self.config.exists():
-            replace_text(self.config, write_text(dict(config)))
+        if not self.config.is_file():
+            self._write_config(config)
             log.warning("%s was deleted under its run and is written again", self.config)
 
     def settle(self, config: Mapping[str, Any]) -> None:
@@ -110,10 +111,7 @@ class RunDirectory:
         Raises RunDirectoryError naming the keys that differ.
         """
         if not self.used:
-            try:
-                replace_text(self.config, write_text(dict(config)))
-            except OSError as error:
-                raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
+            self._write_config(config)
             return
         if changed := _changed(self.read_config(), config):
             raise RunDirectoryError(
@@ -144,9 +142,10 @@ class RunDirectory:
     @property
     def held(self) -> bool:
         """Whether a process runs here."""
-        if not self._lock.exists():
+        try:
+            descriptor = open_plain(self._lock, os.O_RDONLY)
+        except OSError:  # absent, or no lock of a run
             return False
-        descriptor = os.open(self._lock, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -162,10 +161,16 @@ class RunDirectory:
         except ConfigError as error:
             raise RunDirectoryError(f"{self.path} holds no readable config.yaml, so it is no run directory: {error}") from error
 
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        try:
+            replace_text(self.config, write_text(dict(config)))
+        except OSError as error:
+            raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
+
     def _open_lock(self) -> int:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_plain(self._lock, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise RunDirectoryError(
                 f"the run directory {self.path} can't be used: {error}; choose another --run-dir"
@@ -194,7 +199,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
     """Return True if `path` names the file or directory that `descriptor` has open."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
+    except OSError:  # absent, a loop of links, or below what is no directory any more
         return False
 
 

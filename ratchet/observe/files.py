@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 from pathlib import Path
 
 from ratchet import faults
@@ -18,6 +20,32 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
+    """Open a plain file, and nothing else that has its name, and return the descriptor.
+
+    A link could lead the writer to a file elsewhere, and a pipe or a device could make it wait for ever.
+
+    Args:
+        path: The file.
+        flags: As `os.open` takes them. A file that `os.O_CREAT` creates gets the mode 0o644.
+        directory: The descriptor of the directory to look in, wherever its path leads by now.
+
+    Raises:
+        OSError: The file can't be opened, or is a link, a pipe, a device or a directory.
+    """
+    name = path if directory is None else path.name
+    try:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644, dir_fd=directory)
+    except OSError as error:
+        link = error.errno == errno.ELOOP
+        words = "It is a link" if link else os.strerror(error.errno or 0)
+        raise OSError(error.errno, words, str(path)) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "It is no plain file", str(path))
+    return descriptor
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -43,7 +71,7 @@ class AppendFile:
     Another program may delete, replace or shorten the file while the run has it open: an editor that
     saves it does. `append` notices, warns once for each such change, and goes on at the end of the file
     that is there now, or in a new one. It overwrites nothing, and never follows the path into another
-    directory that has taken the name.
+    directory that has taken the name, nor a link. What is no plain file there is an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,13 +115,13 @@ class AppendFile:
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        self._descriptor = os.open(self.path.name, flags, 0o644, dir_fd=self._directory)
+        self._descriptor = open_plain(self.path, flags, directory=self._directory)
         self.size = os.fstat(self._descriptor).st_size
 
     def _notice_changes(self) -> None:
         opened = os.fstat(self._descriptor)
         try:
-            present = os.stat(self.path.name, dir_fd=self._directory)
+            present = os.stat(self.path.name, dir_fd=self._directory, follow_symlinks=False)
         except FileNotFoundError:
             present = None
         if present is not None and os.path.samestat(present, opened) and opened.st_size == self.size:

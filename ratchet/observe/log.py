@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +30,29 @@ class UtcFormatter(logging.Formatter):
         return visible(super().format(record)).replace("\n", "\n    ")
 
 
+class LogFile(logging.FileHandler):
+    """The handler of `run.log`: a disk that fails costs records, with one warning, and never the run."""
+
+    def __init__(self, path: Path, console: Console | None) -> None:
+        """Open the file. Raises OSError."""
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.console, self.is_whole = console, True
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif self.is_whole:
+            self.is_whole = False
+            if self.console is not None:
+                text = f"warning: {self.baseFilename} can't be written, so it lacks records: {error}"
+                self.console.print(Text(visible(text), style="yellow"), soft_wrap=True)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of what could not be written before
+            super().close()
+
+
 class ConsoleHandler(logging.Handler):
     """Prints on the console that also draws the progress, which therefore stays whole."""
 
@@ -45,7 +69,7 @@ class ConsoleHandler(logging.Handler):
 @contextmanager
 def log_to(path: Path, *, console: Console | None = None, level: int = logging.INFO) -> Iterator[None]:
     """Inside the block, the loggers under `ratchet` append to `path`; warnings are shown on `console`. Raises OSError."""
-    to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    to_file = LogFile(path, console)
     to_file.setFormatter(UtcFormatter())
     handlers: list[logging.Handler] = [to_file]
     if console is not None:

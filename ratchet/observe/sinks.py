@@ -95,7 +95,7 @@ class JsonlSink:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl` in increasing order of steps, [] where there is none; damaged lines are left out."""
-    if not path.exists():
+    if not path.is_file():  # a pipe would be waited for
         return []
     rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():

@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ratchet.checkpoint.rundir import RunDirectory
@@ -32,7 +32,10 @@ def answers_status(directory: RunDirectory) -> Iterator[None]:
             try:
                 yield
             finally:
-                directory.status.unlink(missing_ok=True)
+                # The path may lead elsewhere by now, even to another run.
+                with suppress(OSError, ValueError):
+                    if read_json(directory.status) == where:
+                        directory.status.unlink()
 
 
 @contextmanager

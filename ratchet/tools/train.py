@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
+import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -60,6 +62,8 @@ from ratchet.tools.target import ADAPTER, AVERAGE, MODEL
 log = logging.getLogger("ratchet.train")
 
 
+# Error numbers of a disk that is full, over quota, read-only or broken.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 NOT_MIRRORED = 74  # the exit status: the run is done, and its address lacks some of it
 
 
@@ -121,6 +125,13 @@ def _run(session: Session) -> int:
         return asyncio.run(session.run())
     except SecondSignal as second:  # at once, without saving
         return 128 + second.number
+    except OSError as error:
+        place, name = session.directory.path, error.filename
+        # What writes to an open file, reports no name.
+        is_here = isinstance(name, str | bytes) and Path(os.fsdecode(name)).is_relative_to(place)
+        if not is_here and (name is not None or error.errno not in DISK_ERRORS):
+            raise
+        raise RunDirectoryError(f"{place} can't be used: {error}. Mend that, then go on with --resume") from error
 
 
 def _numbered(path: Path) -> Path:

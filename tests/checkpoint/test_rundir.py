@@ -194,3 +194,52 @@ def test_no_run_directory(tmp_path: Path, content: str | None) -> None:
 def test_a_recipe_never_makes_python_objects(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: !!python/object/apply:os.getcwd []")
     assert RunDirectory(tmp_path).read_config() == {"a": []}
+
+
+@pytest.mark.fault("P26")
+@pytest.mark.parametrize("replace", [lambda path: path.symlink_to(path.with_name("other")), os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_plain_file(replace, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("not of this run")
+    directory = RunDirectory(tmp_path)
+    with directory.locked():
+        directory.settle(CONFIG)
+        (tmp_path / ".lock").unlink()
+        replace(tmp_path / ".lock")
+        with pytest.raises(RunDirectoryError, match=r"\.lock"):
+            directory.verify(CONFIG)
+    assert not directory.held  # a pipe is not waited for
+    with pytest.raises(RunDirectoryError, match=r"\.lock"), directory.locked():
+        pass
+    assert other.read_text() == "not of this run"
+
+
+@pytest.mark.fault("P26")
+def test_a_recipe_that_is_no_plain_file(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    with directory.locked():
+        directory.settle(CONFIG)
+        directory.config.unlink()
+        os.mkfifo(directory.config)
+        directory.verify(CONFIG)
+        assert directory.read_config() == CONFIG
+        directory.config.unlink()
+        directory.config.mkdir()
+        with pytest.raises(RunDirectoryError, match="can't be written"):
+            directory.verify(CONFIG)
+
+
+@pytest.mark.fault("P22")
+def test_a_path_that_leads_nowhere_is_a_lost_directory(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    directory = RunDirectory(parent / "run")
+    with directory.locked():
+        directory.settle(CONFIG)
+        parent.rename(tmp_path / "moved")
+        parent.write_text("a file")
+        with pytest.raises(RunDirectoryError, match="moved or replaced"):
+            directory.verify(CONFIG)
+        parent.unlink()
+        parent.symlink_to(parent)
+        with pytest.raises(RunDirectoryError, match="moved or replaced"):
+            directory.verify(CONFIG)

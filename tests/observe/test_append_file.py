@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.observe.files import AppendFile
+from ratchet.observe.files import AppendFile, open_plain
 
 
 def delete(path: Path) -> None:
@@ -88,4 +88,30 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path, monkeypatch) -> None:
     monkeypatch.undo()
     file.append(b"three\n")
     assert file.path.read_bytes() == b"one\nthree\n"
+    file.close()
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.fault("P26")
+@pytest.mark.parametrize("replace", [link, link_to_itself, os.mkfifo, os.mkdir])
+def test_what_is_no_plain_file_is_refused_at_once(replace, tmp_path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not of this run")
+    file = AppendFile(tmp_path / "a.jsonl")
+    file.append(b"one\n")
+    file.path.unlink()
+    replace(file.path)
+    with pytest.raises(OSError, match=r"a\.jsonl"):
+        file.append(b"two\n")
+    assert elsewhere.read_bytes() == b"not of this run"
+    for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+        with pytest.raises(OSError, match=r"a\.jsonl"):
+            open_plain(file.path, flags)
     file.close()

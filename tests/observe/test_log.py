@@ -86,3 +86,15 @@ def test_handlers_and_level_are_put_back(tmp_path: Path) -> None:
     with log_to(tmp_path / "run.log", level=logging.DEBUG):
         assert root.level == logging.DEBUG
     assert (list(root.handlers), root.level) == before
+
+
+@pytest.mark.fault("P27")
+def test_a_full_disk_is_told_once(tmp_path: Path, capsys) -> None:
+    screen = io.StringIO()
+    (tmp_path / "run.log").symlink_to("/dev/full")
+    with log_to(tmp_path / "run.log", console=Console(file=screen, width=80)):
+        for step in range(3):
+            logger.info("step %d", step)
+    assert screen.getvalue().count("can't be written") == 1
+    assert "No space left" in screen.getvalue()
+    assert capsys.readouterr().err == ""

@@ -248,3 +248,17 @@ def test_failing_to_close_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptur
     sinks.close()
     sinks.close()
     assert "did not close" in caplog.text
+
+
+@pytest.mark.fault("P26")
+def test_a_pipe_in_place_of_metrics_is_not_read(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    os.mkfifo(metrics)
+    writer = os.open(metrics, os.O_RDWR)  # a reader that opens the pipe would get this line
+    os.write(writer, b'{"step": 1}\n')
+    os.set_blocking(writer, False)
+    assert read_jsonl(metrics) == []
+    assert os.read(writer, 99) == b'{"step": 1}\n'
+    os.close(writer)
+    JsonlSink(metrics).close()
+    assert metrics.is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -132,3 +133,25 @@ def test_lines_lost_before_a_resume_are_counted(train, tmp_path) -> None:
     metrics.write_text("".join(lines[:2]))
     assert resume_run(tmp_path / "run", command="resume") == 0
     assert "has no lines for 3 of the 4 steps before this one (2-4)" in (tmp_path / "run" / "run.log").read_text()
+
+
+@pytest.mark.fault("P26")
+def test_a_ledger_that_becomes_a_directory_is_named(train) -> None:
+    def interfere(run: Path) -> None:
+        (run / "ledger.jsonl").unlink()
+        (run / "ledger.jsonl").mkdir()
+
+    with pytest.raises(RunDirectoryError, match=r"can't be used: .*ledger\.jsonl"):
+        train(interfere)
+
+
+@pytest.mark.fault("P27")
+def test_a_full_disk_at_the_end_is_a_sentence(train, tmp_path, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("ratchet.observe.summary.replace_text", fail)
+        with pytest.raises(RunDirectoryError, match="No space left on device"):
+            train()
+    assert resume_run(tmp_path / "run", command="resume") == 0

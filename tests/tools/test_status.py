@@ -53,3 +53,14 @@ def test_where_no_run_is(directory, tmp_path):
     directory.status.write_text(json.dumps({"pid": 1, "host": os.uname().nodename, "socket": "/nowhere"}))
     with pytest.raises(RunDirectoryError, match=r"process 1, .* does not answer"):
         status_of(directory.path)
+
+
+def test_the_status_of_another_run_stays(directory):
+    with answers_status(directory):
+        directory.status.write_text('{"pid": 1}')
+    assert directory.status.exists()
+    directory.status.unlink()
+    with answers_status(directory):
+        directory.status.unlink()
+        directory.status.mkdir()
+    assert directory.status.is_dir()
