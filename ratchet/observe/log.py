@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from ratchet.observe.files import open_plain
 from ratchet.terminal import visible
 
 # Model text, environment errors and tracebacks end up in the log: what steers a terminal must not reach one through it.
@@ -34,9 +37,13 @@ class LogFile(logging.FileHandler):
     """The handler of `run.log`: a disk that fails costs records, with one warning, and never the run."""
 
     def __init__(self, path: Path, console: Console | None) -> None:
-        """Open the file. Raises OSError."""
+        """Open the file. Raises OSError, also for a link, a pipe or a device in its place."""
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.console, self.is_whole = console, True
+
+    def _open(self) -> TextIOWrapper:
+        descriptor = open_plain(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return open(descriptor, self.mode, encoding=self.encoding, errors=self.errors)  # type: ignore[return-value]
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

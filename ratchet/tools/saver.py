@@ -13,14 +13,15 @@ from ratchet import faults
 from ratchet.algorithms.base import AlgoState
 from ratchet.checkpoint.background import Background
 from ratchet.checkpoint.mirror import Mirror, Noted
-from ratchet.checkpoint.rundir import differences
+from ratchet.checkpoint.rundir import RunDirectory, differences
 from ratchet.checkpoint.state import Write, load_state, putting_off, save_state
 from ratchet.checkpoint.store import Checkpoint, CheckpointStore
 from ratchet.config.base import Section
-from ratchet.config.schema import CheckpointConfig
+from ratchet.config.schema import CheckpointConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
-from ratchet.errors import CheckpointError, DataError
+from ratchet.errors import CheckpointError, DataError, RunDirectoryError
 from ratchet.evals.patience import signed
+from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.summary import StageSummary
 from ratchet.run import Progress, Run
 
@@ -168,6 +169,23 @@ class Saver:
         for role, learner in self.run.roles.items():
             faults.point("resume.role")
             learner.load(checkpoint.path / role)
+
+
+def refuse_lost_checkpoints(directory: RunDirectory, store: CheckpointStore, stage: StageConfig) -> None:
+    """Raise RunDirectoryError if a run without checkpoints has trained past those of its first stage.
+
+    It would begin again at step 0 and replace its metrics and ledger. A checkpoint may be one behind
+    when it is written in the background, and may be missing where the recipe goes on without it.
+    """
+    config = stage.checkpoint
+    first = min(config.every or stage.steps, stage.steps)
+    rows = read_jsonl(directory.metrics)
+    if store.steps() or config.on_error == "warn" or not rows or rows[-1]["step"] <= 2 * first:
+        return
+    raise RunDirectoryError(
+        f"{store.root} has no checkpoint, though {directory.metrics} tells of {rows[-1]['step']} steps: it was "
+        "deleted. Put it back, or begin a new run with another --run-dir"
+    )
 
 
 def files_of(section: Any) -> list[Path]:

@@ -55,7 +55,7 @@ from ratchet.temporary import sweep
 from ratchet.tools.metering import metering
 from ratchet.tools.places import open_run
 from ratchet.tools.profiling import profiled_stage, profiling
-from ratchet.tools.saver import Saver, files_of
+from ratchet.tools.saver import Saver, files_of, refuse_lost_checkpoints
 from ratchet.tools.status import answers_status
 from ratchet.tools.target import ADAPTER, AVERAGE, MODEL
 
@@ -218,6 +218,7 @@ class Session:
             self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
             self.command = checkpoint.meta["command"]  # the one that began the run reproduces it
         else:
+            refuse_lost_checkpoints(self.directory, self.store, self.config.stages[0])
             self.ledger.cut(0)
         kept = 0 if checkpoint is None else checkpoint.step
         self.sinks = self._open_sinks(-1 if checkpoint is None else kept)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from ratchet.observe import log
 from ratchet.observe.log import UtcFormatter, log_to
 
 logger = logging.getLogger("ratchet.somewhere")
@@ -89,12 +91,19 @@ def test_handlers_and_level_are_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("P27")
-def test_a_full_disk_is_told_once(tmp_path: Path, capsys) -> None:
+def test_a_full_disk_is_told_once(tmp_path: Path, capsys, monkeypatch) -> None:
     screen = io.StringIO()
-    (tmp_path / "run.log").symlink_to("/dev/full")
+    monkeypatch.setattr(log, "open_plain", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
     with log_to(tmp_path / "run.log", console=Console(file=screen, width=80)):
         for step in range(3):
             logger.info("step %d", step)
     assert screen.getvalue().count("can't be written") == 1
     assert "No space left" in screen.getvalue()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.fault("P26")
+def test_a_log_that_is_no_plain_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.log")
+    with pytest.raises(OSError, match=r"run\.log"), log_to(tmp_path / "run.log"):
+        pass

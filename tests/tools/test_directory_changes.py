@@ -155,3 +155,14 @@ def test_a_full_disk_at_the_end_is_a_sentence(train, tmp_path, monkeypatch) -> N
         with pytest.raises(RunDirectoryError, match="No space left on device"):
             train()
     assert resume_run(tmp_path / "run", command="resume") == 0
+
+
+@pytest.mark.fault("P23")
+def test_a_run_that_lost_its_checkpoints_does_not_begin_again(train, tmp_path) -> None:
+    assert train() == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = tree(tmp_path / "run")
+    with pytest.raises(RunDirectoryError, match=r"has no checkpoint, though .*metrics\.jsonl tells of 4 steps"):
+        resume_run(tmp_path / "run", command="resume")
+    del before["run.log"]
+    assert {name: content for name, content in tree(tmp_path / "run").items() if name != "run.log"} == before
