@@ -75,7 +75,7 @@ class _Function(_Body):
     @classmethod
     def _parsed(cls, text: Any, info: ValidationInfo) -> Any:
         """They travel as JSON inside of JSON."""
-        if isinstance(text, str):
+        if isinstance(text, str) and isinstance(info.context, Budget):
             info.context.take(text.encode())
         try:
             arguments = from_json(text or "{}") if isinstance(text, str) else None  # bounds how deep it goes
