@@ -183,12 +183,12 @@ class Request(_Body):
 
     @classmethod
     def read(cls, body: bytes) -> Request:
-        """Raises ApiError (400, 404 for another model, 413 for too much JSON)."""
+        """Raises ApiError (400, or 404 for another model)."""
         budget = Budget()
         try:
             budget.take(body)
         except ValueError as error:
-            raise ApiError(413, str(error), code="body_too_large") from None
+            raise ApiError(400, f"the body: {error}", code="invalid_value") from None
         try:
             request = cls.model_validate_json(body, context=budget)
         except ValidationError as error:
