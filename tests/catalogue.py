@@ -186,6 +186,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "closed at a deadline, the oldest first; others are answered meanwhile; no traceback, no 500",
         ),
         "S16": ("a page of another site that asks a server without a key", "refused by its Host or Origin"),
+        "S19": (
+            "a request of millions of JSON values, or of text far longer than the context",
+            "refused before it is parsed or tokenized; other requests wait for no more than a fraction of a second",
+        ),
+        "S20": (
+            "files of a run that are pipes, devices, loops, or of another shape, under `ratchet ui`",
+            "passed over; that run's other files and other runs are shown",
+        ),
         "S17": (
             "a run of any length, or numbers that no axis holds, in the dashboard",
             "memory is bounded; left out of the chart",

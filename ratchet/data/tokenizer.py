@@ -34,6 +34,10 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # contain it on purpose.
 GUARD = f"\U0010fffd{secrets.token_hex(8)}"
 
+# Characters from which on a text is encoded by the library's call for batches. That one runs without Python's lock, where a
+# single text of 2 MiB holds up every other thread for seconds (12.2 s against 0.3 s); it takes 9 us longer.
+LONG = 2**14
+
 
 class Special(NamedTuple):
     """A control token in a text: characters [start, end). Some swallow the white space beside them."""
@@ -192,7 +196,10 @@ class Tokenizer:
             return []
         context, before = self._contexts[after]
         try:
-            encoding = self._plain.encode(context + text, add_special_tokens=False)
+            if len(text) < LONG:
+                encoding = self._plain.encode(context + text, add_special_tokens=False)
+            else:
+                encoding = self._plain.encode_batch([context + text], add_special_tokens=False)[0]
         except TypeError as error:  # the library takes no half of a UTF-16 pair
             lone = next(c for c in text if "\ud800" <= c <= "\udfff")
             raise DataError(f"the text holds the lone surrogate U+{ord(lone):04X}, which is no character: remove it") from error

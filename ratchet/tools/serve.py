@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import ConfigError
+from ratchet.executors.signals import STOPPING
 from ratchet.experience.proxy.server import chat_app
 from ratchet.experience.proxy.session import Answer, Session
 from ratchet.experience.proxy.wire import Request, resampled
@@ -46,8 +47,10 @@ class Served:
 
 
 def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -> None:
-    """Until it is interrupted. key: that requests must bring; "": none. Raises ConfigError for an address that others reach
-    without a key, or that is taken."""
+    """Serve until SIGINT, SIGTERM or SIGHUP, unless that one is ignored. key: that requests must bring; "": none.
+
+    Raises ConfigError for an address that others reach without a key, or that is taken.
+    """
     if host not in LOOPBACK and not key:
         raise ConfigError(f"--host {host} lets others in: give --api-key too, or leave --host at 127.0.0.1")
     try:
@@ -68,8 +71,10 @@ async def _serve(target: Path, listener: socket.socket, key: str, sampling: Samp
         signals.append(number)
         server.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    for number in STOPPING:
+        # `nohup` ignores SIGHUP, so that the server outlives its terminal.
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
     try:
         await server.run()
     finally:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, MutableMapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from ratchet.web.connection import Limits
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PAGES = ("http://", "https://")  # schemes of an Origin
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]*)?", re.ASCII)
 PIECE = 2**18  # bytes of an answer that are handed on at once, so that each has a deadline of its own
 
 Message = MutableMapping[str, Any]
@@ -72,21 +74,21 @@ class Guard:
 
 def stranger(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
     """Return why the Host or the Origin of a request is refused; "" where they are among `names`."""
-    given = {name: value.decode("latin-1") for name, value in headers}
-    host = _host(f"//{given.get(b'host', '')}")
-    if host not in names:
-        return f"the request names the host '{host:.80}', and this server answers to {', '.join(names)} alone"
-    origin = given.get(b"origin")
-    if origin is not None and _host(origin) not in names:
-        return f"the request comes from a page of '{origin:.80}', and without a key only local pages are answered"
+    values = [(name, value.decode("latin-1")) for name, value in headers]
+    hosts = [value for name, value in values if name == b"host"]
+    for host in hosts or [""]:
+        if _host(host) not in names:
+            return f"the request names the host '{host:.80}', and this server answers to {', '.join(names)} alone"
+    for origin in (value for name, value in values if name == b"origin"):
+        if not origin.startswith(PAGES) or _host(origin.partition("//")[2]) not in names:
+            return f"the request comes from a page of '{origin:.80}', and without a key only local pages are answered"
     return ""
 
 
 def _host(address: str) -> str:
-    try:
-        return urlsplit(address).hostname or ""
-    except ValueError:
-        return ""
+    """Return the host of "host:port" in lower case, without brackets; "" where the text is anything else."""
+    match = HOST.fullmatch(address)
+    return (match[1] or match[2]).lower() if match else ""
 
 
 def _pieces(message: Message) -> Iterable[Message]:

@@ -22,7 +22,7 @@ from ratchet.data.builtin_tokenizers import (
 )
 from ratchet.data.config import PRINTABLE, AutoTokenizerConfig, ByteBPEConfig, BytesConfig, CharactersConfig
 from ratchet.data.templates import BUILTIN
-from ratchet.data.tokenizer import GUARD, Tokenizer, load_tokenizer
+from ratchet.data.tokenizer import GUARD, LONG, Tokenizer, load_tokenizer
 from ratchet.errors import ConfigError, DataError, ModelError
 
 TEXTS = ["the quick brown fox jumps over the lazy dog", "the dog and the fox", "12 + 34 = 46\n\n"] * 20
@@ -351,3 +351,9 @@ def test_configuration_needs_no_tokenizer_and_rendering_no_torch():
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_long_texts_have_the_tokens_of_single_ones() -> None:
+    text = "ab \u00e9 <|im_end|>\n" * 2000
+    assert len(text) > LONG
+    assert byte_tokenizer().encode(text) == byte_tokenizer().encode(text[:16]) * 2000

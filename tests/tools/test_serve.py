@@ -24,6 +24,7 @@ from ratchet.models.presets import preset
 from ratchet.tools.serve import _serve, serve
 from ratchet.tools.target import open_target
 from ratchet.types import Message, Sampling
+from ratchet.web.server import Server
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
 
@@ -95,6 +96,27 @@ def test_what_is_out_of_range_is_refused(model: Path) -> None:
                 await client.chat.completions.create(model="policy", messages=ASKED, temperature=1e-40)
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_with_its_status(model: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Signalled(Server):
+        async def run(self) -> None:
+            os.kill(os.getpid(), number)
+            await self._stopping.wait()
+            self._listener.close()
+
+    def unhandled(number: int, frame: object) -> None:
+        raise AssertionError(f"serve does not handle signal {number}")
+
+    monkeypatch.setattr("ratchet.tools.serve.Server", Signalled)
+    previous = signal.signal(number, unhandled)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            serve(model, host="127.0.0.1", port=0, key="", sampling=Sampling(max_new_tokens=8))
+    finally:
+        signal.signal(number, previous)
+    assert ended.value.code == 128 + number
 
 
 @pytest.mark.slow

@@ -211,7 +211,10 @@ def test_a_fault_is_an_answer_with_a_number_and_is_logged_once(caplog: pytest.Lo
         ({"host": "LOCALHOST"}, True),
         ({"host": "evil.example"}, False),
         ({"host": "localhost.evil.example"}, False),
-        ({"host": "evil.example@localhost:1"}, True),
+        ({"host": "evil.example@localhost:1"}, False),
+        ({"host": "evil.example\\@localhost"}, False),
+        ({"host": "localhost:evil.example"}, False),
+        ({"host": "localhost."}, False),
         ({"host": ""}, False),
         ({"host": "[::1"}, False),
         ({}, False),
@@ -220,11 +223,21 @@ def test_a_fault_is_an_answer_with_a_number_and_is_logged_once(caplog: pytest.Lo
         ({"host": "localhost", "origin": "null"}, False),
         ({"host": "localhost", "origin": "http://localhost.evil.example"}, False),
         ({"host": "localhost", "origin": "http://[::1"}, False),
+        ({"host": "localhost", "origin": "http://evil.example\\@localhost"}, False),
+        ({"host": "localhost", "origin": "chrome-extension://localhost"}, False),
     ],
 )
 def test_names_that_are_answered(headers: dict[str, str], allowed: bool) -> None:
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     assert (stranger(encoded, LOOPBACK) == "") == allowed
+
+
+@pytest.mark.fault("S16")
+@pytest.mark.parametrize("name", [b"host", b"origin"])
+def test_every_name_of_several_is_checked(name: bytes) -> None:
+    local = {b"host": b"localhost", b"origin": b"http://localhost"}[name]
+    other = local.replace(b"localhost", b"evil.example")
+    assert stranger([(b"host", b"localhost"), (name, other), (name, local)], LOOPBACK)
 
 
 def test_bodies_have_a_common_limit() -> None:

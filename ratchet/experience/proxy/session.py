@@ -195,14 +195,14 @@ class Session:
             raise ApiError(429, self.exhausted, code="turn_limit")
 
     def _check_size(self, messages: Sequence[Message]) -> None:
-        """Refuse what is certainly longer than the context before time goes into rendering it."""
+        """Refuse what is far longer than the context before time and memory go into rendering it."""
         shown = messages if self.renderer.extends_history else [one for one in messages if one.role != "assistant"]
-        characters = sum(len(word) for message in shown for word in message.text.split())
+        characters = sum(len(message.text) for message in shown)
         # Normalisation may make one character of several, as NFKC does.
         most = SHRINKAGE * self.renderer.tokenizer.longest * self.max_context
         if characters > most:
             raise self._too_long(
-                f"the messages have {characters} characters, and a context of {self.max_context} tokens holds at most {most}"
+                f"the messages have {characters} characters, and a context of {self.max_context} tokens is given at most {most}"
             )
 
     def _too_long(self, what: str) -> ApiError:

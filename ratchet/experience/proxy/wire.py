@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import from_json
 
 from ratchet.errors import SamplingError
@@ -22,6 +22,9 @@ MODEL = "policy"  # the one model that is served
 MOST_MESSAGES = 2048  # of a request; as many as OpenAI's API takes
 MOST_TOOLS = 128  # likewise
 MOST_STOP = 1024  # characters of a stop string
+# Values in the JSON of a request, the arguments of its calls included. Each takes a microsecond, in which no other request is
+# answered, and some hundred bytes: a body of 8 MiB could hold four million.
+MOST_VALUES = 2**16
 
 
 class ApiError(Exception):
@@ -40,6 +43,26 @@ class ApiError(Exception):
 # --- requests
 
 
+class Budget:
+    """The values that the JSON of one request may still hold."""
+
+    def __init__(self, values: int = MOST_VALUES) -> None:
+        self.values = self.left = values
+
+    def take(self, text: bytes) -> None:
+        """Count the values of a JSON text without parsing it. Raises ValueError where there are too many."""
+        # Backslashes stand in strings alone: without escapes each quote begins or ends a string.
+        text = text.replace(rb"\\", b"").replace(rb"\"", b"")
+        # A value is one string at most, and its key another.
+        if text.count(b'"') <= 4 * self.left:
+            outside = b"".join(text.split(b'"')[::2])
+            self.left -= sum(outside.count(mark) for mark in (b",", b"[", b"{"))
+            if self.left >= 0:
+                return
+        self.left = 0
+        raise ValueError(f"the request holds more than {self.values} values of JSON")
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -50,8 +73,10 @@ class _Function(_Body):
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def _parsed(cls, text: Any) -> Any:
+    def _parsed(cls, text: Any, info: ValidationInfo) -> Any:
         """They travel as JSON inside of JSON."""
+        if isinstance(text, str) and isinstance(info.context, Budget):
+            info.context.take(text.encode())
         try:
             arguments = from_json(text or "{}") if isinstance(text, str) else None  # bounds how deep it goes
         except ValueError:
@@ -159,8 +184,13 @@ class Request(_Body):
     @classmethod
     def read(cls, body: bytes) -> Request:
         """Raises ApiError (400, or 404 for another model)."""
+        budget = Budget()
         try:
-            request = cls.model_validate_json(body)
+            budget.take(body)
+        except ValueError as error:
+            raise ApiError(400, f"the body: {error}", code="invalid_value") from None
+        try:
+            request = cls.model_validate_json(body, context=budget)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"])) or None

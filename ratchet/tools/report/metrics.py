@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ratchet.inputs import open_file
+
 MOST_CELLS = 2**19  # steps times metrics of one part: 4 MiB
+MOST_LINE = 2**20  # bytes of a line, some 20,000 metrics; a longer one is damaged
+LARGEST_STEP = 2**53  # a double holds every whole number below
 MOST_PLACES = 64  # in the file, of which it is known which step ends there
 TIMES = ("time/step_s", "time/processor_s")
 
@@ -77,12 +81,12 @@ class MetricsFile:
         start = max((step for step in self._places if step <= after), default=None)
         end = 0 if start is None else self._places[start]
         try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
+            file = open_file(self.path)
+        except OSError:
             return
         with file:
             file.seek(end)
-            for line in file:
+            while line := file.readline(MOST_LINE):
                 end += len(line)
                 row = _row(line)
                 if row is not None and row["step"] > after:
@@ -93,7 +97,7 @@ class MetricsFile:
         try:
             stat = self.path.stat()
             now = (stat.st_ino, stat.st_size)
-        except FileNotFoundError:
+        except OSError:
             now = (0, 0)
         if now[0] != self._seen[0] or now[1] < self._seen[1]:
             self._places.clear()
@@ -115,7 +119,8 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if type(step) is int and abs(step) < LARGEST_STEP else None
 
 
 def _refuse(constant: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, get_args
 from ratchet.checkpoint.rundir import RunDirectory
 from ratchet.errors import RunDirectoryError
 from ratchet.experience.ledger import Event
-from ratchet.inputs import read_json
+from ratchet.inputs import open_file, read_json
 from ratchet.tools.report.metrics import MetricsFile
 from ratchet.tools.report.predicted import predicted
 from ratchet.tools.report.rollouts import Rollouts
@@ -35,7 +36,7 @@ class RunReader:
 
     def facts(self) -> dict[str, Any]:
         """What the page shows of the run beside its curves."""
-        summary, plan = _json(self.directory.summary, None), _json(self.directory.plan, None)
+        summary, plan = _object(self.directory.summary), _object(self.directory.plan)
         return {
             "name": self.name,
             "path": str(self.directory.path),
@@ -43,20 +44,27 @@ class RunReader:
             "config": flat(self.directory.read_config()),
             "provenance": _json(self.directory.provenance, []),
             "summary": summary,
-            "predicted": predicted(plan, self.metrics.times(), summary) if plan else [],
+            "predicted": self._predicted(plan, summary) if plan else [],
             "prompts": self.prompts(),
             "alarms": self.alarms(),
         }
+
+    def _predicted(self, plan: Mapping[str, Any], summary: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        times = self.metrics.times()
+        try:
+            return predicted(plan, times, summary)
+        except (KeyError, TypeError, ValueError):  # the plan is of another version, or damaged
+            return []
 
     def state(self) -> str:
         """`finished`, `running` or `stopped`. A run of another machine that names itself as under way is believed. No lock is
         tried (`RunDirectory.held`): who looks every few seconds would one day refuse a run that begins."""
         if self.directory.summary.exists():
             return "finished"
-        where = _json(self.directory.status, None)
-        if where is None:
+        where = _object(self.directory.status)
+        if where is None or type(pid := where.get("pid")) is not int:
             return "stopped"
-        return "running" if where["host"] != socket.gethostname() or _lives(where["pid"]) else "stopped"
+        return "running" if where.get("host") != socket.gethostname() or _lives(pid) else "stopped"
 
     def prompts(self) -> dict[str, int]:
         """What became of prompts: how many were issued, trained, filtered, given back. A long run has a million lines, of which
@@ -65,7 +73,7 @@ class RunReader:
         if size < self._counted:  # it went on from a checkpoint
             self._counted, self._prompts = 0, Counter()
         if size > self._counted:
-            with self.directory.ledger.open("rb") as file:
+            with open_file(self.directory.ledger) as file:
                 file.seek(self._counted)
                 while lines := b"".join(file.readlines(BLOCK)):
                     lines = lines[: lines.rfind(b"\n") + 1]
@@ -77,8 +85,8 @@ class RunReader:
     def alarms(self) -> list[dict[str, Any]]:
         """What sentinels said, the latest first."""
         paths = sorted(self.directory.sentinels.glob("step-*.json"), reverse=True)[:MOST_ALARMS]
-        found = [evidence for path in paths if (evidence := _json(path, None)) is not None]
-        return [{name: evidence[name] for name in ("step", "sentinel", "message")} for evidence in found]
+        alarms = [evidence for path in paths if (evidence := _object(path)) is not None]
+        return [{name: evidence.get(name) for name in ("step", "sentinel", "message")} for evidence in alarms]
 
     def version(self) -> dict[str, Any]:
         """Changes whenever there is more to see; cheap."""
@@ -125,19 +133,25 @@ def _json(path: Path, default: Any) -> Any:
         return default
 
 
+def _object(path: Path) -> dict[str, Any] | None:
+    """Return a file's JSON object; None where there is none."""
+    value = _json(path, None)
+    return value if isinstance(value, dict) else None
+
+
 def _stamp(path: Path) -> tuple[int, float]:
-    """Size, and when it was last written."""
+    """Return the size of a file, and when it was last written: zeros where there is no plain file."""
     try:
-        stat = path.stat()
-    except FileNotFoundError:
+        status = path.stat()
+    except OSError:
         return 0, 0.0
-    return stat.st_size, stat.st_mtime
+    return (status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else (0, 0.0)
 
 
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
