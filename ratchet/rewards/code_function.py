@@ -14,7 +14,7 @@ from ratchet.errors import DataError
 from ratchet.rewards.code_tests import evaluated_answer
 from ratchet.sandbox import Limits, Reason, Result, Sandbox
 
-MAX_ROUNDS = 50  # executions in which answers lead to calls that were not foreseen
+MAX_ROUNDS = 128  # executions in which answers lead to calls that were not foreseen
 MAX_PLANS = 1024  # tasks whose calls are remembered
 TESTS_CPU_S, TESTS_OUTPUT_KIB = 10.0, 16384
 LIMITED = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)

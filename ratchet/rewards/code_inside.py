@@ -160,11 +160,25 @@ def answer(function: Any, call: str) -> str:
     try:
         value = function(*arguments, **named)
     except BaseException as error:
-        return json.dumps({"raised": [type(error).__name__, str(error)[:500]]})
+        return json.dumps({"raised": described(error)})
     try:
         return json.dumps({"value": encode(value)})
     except BaseException:
         return json.dumps({"opaque": type(value).__name__})
+
+
+def described(error: BaseException) -> list[Any]:
+    """Return the names of the exception's classes, its own first, and the arguments to rebuild it by.
+
+    These are its own where a built-in exception of them has the same text, else the text alone.
+    """
+    kinds = type(error).__mro__
+    builtin = next(kind for kind in kinds if kind.__module__ == "builtins")
+    arguments = encode([str(error)[:500]])
+    with contextlib.suppress(Unplain, TypeError, ValueError):
+        if str(builtin(*error.args)) == str(error):
+            arguments = encode(list(error.args))
+    return [[kind.__name__ for kind in kinds], arguments]
 
 
 # --- beside the tests
@@ -331,8 +345,8 @@ class Judge:
         try:
             said = json.loads(line)
             if "raised" in said:
-                kind, message = said["raised"]
-                error = raised(str(kind), str(message))
+                kinds, arguments = said["raised"]
+                error = raised([str(kind) for kind in kinds], list(decode(arguments)))
             elif "opaque" in said:
                 error = ProgramError(f"it returned a value of type {said['opaque']}, which can't travel")
             else:
@@ -397,13 +411,16 @@ def _stop(*_: object) -> NoReturn:
     raise Stop
 
 
-def raised(kind: str, message: str) -> Exception:
-    """A built-in exception by its name. One that ends a loop silently could make `all(map(candidate, ...))` true."""
-    found = getattr(builtins, kind, None)
+def raised(kinds: list[str], arguments: list[Any]) -> Exception:
+    """Return the exception that a program raised, as the nearest built-in class of it.
+
+    One that ends a loop silently could make `all(map(candidate, ...))` true, and is none of them.
+    """
+    classes = [getattr(builtins, kind, None) for kind in kinds]
+    nearest = next((kind for kind in classes if isinstance(kind, type) and issubclass(kind, BaseException)), None)
     silent = (StopIteration, StopAsyncIteration)
-    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, silent):
-        try:
-            return found(message)
-        except TypeError:  # it takes other arguments
-            pass
-    return ProgramError(f"{kind}: {message}")
+    if nearest is not None and issubclass(nearest, Exception) and not issubclass(nearest, silent):
+        # Some classes refuse arguments that others take.
+        with contextlib.suppress(TypeError, ValueError):
+            return nearest(*arguments)
+    return ProgramError(f"{kinds[:1]}: {arguments}")

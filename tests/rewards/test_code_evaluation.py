@@ -177,3 +177,46 @@ def test_a_program_that_leads_the_tests_on_earns_its_zero(reward, monkeypatch):
     endless = check("x = 0", "while not candidate(x): x += 1", "assert x == 3")
     assert judge(reward, endless, "def f(x): return x == 3").reward == 1.0
     assert judge(reward, endless, "def f(x): return False").reward == 0.0
+
+
+RAISED = {
+    "a text that is not its argument": ("KeyError", "str(e) == \"'a'\"", "def f(x): return {}['a']"),
+    "several arguments": ("UnicodeDecodeError", "e.start == 1", "def f(x): return b'a\\xff'.decode()"),
+    "a number": ("OSError", "e.errno == 5", "def f(x): raise OSError(5, 'no')"),
+    "a file": ("FileNotFoundError", "'none.txt' in str(e)", "def f(x): open('none.txt')"),
+    "a class of its own": ("ValueError", "str(e) == 'bad'", "class B(ValueError): pass\ndef f(x): raise B('bad')"),
+    "one of the library": ("ValueError", "'line 1' in str(e)", "import json\ndef f(x): json.loads('{')"),
+    "a text of its own": (
+        "LookupError",
+        "str(e) == 'none'",
+        "class N(LookupError):\n    def __str__(self): return 'none'\ndef f(x): raise N(object())",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RAISED)
+@pytest.mark.fault("S13")
+def test_exceptions_arrive_as_the_nearest_built_in(reward, name):
+    kind, holds, program = RAISED[name]
+    test = check("try: candidate(1)", f"except {kind} as e: assert {holds}", "else: assert False")
+    assert judge(reward, test, program).reward == 1.0
+    assert judge(reward, test, "def f(x): raise RuntimeError").reward == 0.0
+
+
+SILENT = ("StopIteration", "StopAsyncIteration", "SystemExit", "GeneratorExit", "KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("kind", SILENT)
+@pytest.mark.fault("S13")
+def test_no_exception_ends_the_tests_silently(reward, kind):
+    test = check("assert all(map(candidate, [1, 2]))", "assert next((False for _ in [1] if not candidate(1)), True)")
+    program = f"class E({kind}): pass\ndef f(x): raise E"
+    assert judge(reward, test, program).reward == 0.0
+    assert judge(reward, test, program.replace("raise E", f"raise {kind}")).reward == 0.0
+
+
+@pytest.mark.slow
+def test_a_hundred_calls_follow_from_each_others_answers(reward):
+    chain = check("for i in range(100): assert candidate(candidate(i)) == i")
+    assert judge(reward, chain, "def f(x): return -x").reward == 1.0
+    assert judge(reward, chain, "def f(x): return x + 1").reward == 0.0

@@ -33,3 +33,8 @@ def test_the_right_output_of_a_program_that_ended_badly_is_not_passed(end: Resul
 def test_look_alikes_are_different_bytes() -> None:
     assert not passed(ended("４２".encode()), "42")
     assert not passed(ended("é".encode()), "e\u0301")
+
+
+def test_an_expected_lone_surrogate_is_compared() -> None:
+    assert passed(ended(b"\xed\xa0\x80\n"), "\ud800")
+    assert not passed(ended(b"?\n"), "\ud800")

@@ -97,3 +97,15 @@ if __name__ == "__main__":
         report["refused"] = str(error)
     chosen.close()
     sys.stdout.write(json.dumps(report))
+
+
+def test_a_session_finds_programs_by_their_alternatives(sandbox):
+    if not Path("/etc/alternatives/awk").exists():
+        pytest.skip("this system has no alternatives")
+
+    async def ask():
+        session = await sandbox.open(limits=PATIENT)
+        return await session.run("echo 20 22 | awk '{print $1 + $2}'", 30)
+
+    result = asyncio.run(ask())
+    assert result.stdout == b"42\n", result

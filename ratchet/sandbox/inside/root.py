@@ -10,7 +10,8 @@ from .kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 
 BOX = "/box"  # the scratch directory; /tmp points to it
 DEVICES = ("null", "zero", "random", "urandom")
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
+# Debian's awk is a link into the last of them, which holds nothing but links.
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
 STAGE = "/proc"  # where the new root is put together: always a directory, and never one of its sources
 INNER_UID = 1000
 SPACES = kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS

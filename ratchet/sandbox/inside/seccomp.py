@@ -103,13 +103,14 @@ def locks(forking: bool) -> list[Instruction]:
     """Return the filter of file locks.
 
     The files of the library are the same in every slot, so that a lock on one is seen by programs beside it. A program
-    of one process, which has no other to lock out, is told that its lock is granted, and gets none.
+    of one process, which has no other to lock out, is told that its lock is granted, and gets none. It may ask for the
+    locks of others, as SQLite does before it trusts a shared index; programs beside it hold none.
     """
     if forking:
         return when(FCNTL, one_of(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(FLOCK, [returns(OK)])
     granted = returns(FAIL | 0)  # "fails" with error 0: the call returns 0 and does nothing
     setting = [step for command in SET_LOCKS for step in ((JUMP_EQUAL, 0, 1, command), granted)]
-    allowing = [step for command in FCNTL_COMMANDS for step in ((JUMP_EQUAL, 0, 1, command), returns(OK))]
+    allowing = [step for command in FCNTL_COMMANDS + ASK_LOCKS for step in ((JUMP_EQUAL, 0, 1, command), returns(OK))]
     return when(FCNTL, [argument(1), *setting, *allowing, fails()]) + when(FLOCK, [granted])
 
 
