@@ -103,7 +103,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "R13": ("every attempt is cut off", "counted, and told where it lasts; where nobody judged them they train nothing"),
         "R14": ("an attempt ends at the turn limit behind a whole answer", "a reward model reads the answer's end of turn"),
-        "R19": ("attempts of older weights that no ratio corrects", "a warning with the fix, before the run and in its log"),
+        "R15": (
+            "a sampling number with which nothing can be drawn",
+            "refused by name: in a recipe, a request and Python alike",
+        ),
+        "R16": ("a request that can't be computed", "it fails alone; the others end with the bits that they have without it"),
         "R17": (
             "tests of a program that draw without a seed, or read the clock",
             "refused by the task's name, and no silent 0 for right programs",
@@ -112,11 +116,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "a program judged again: in another slot, beside others, after a resumption",
             "the same outcome; what it can see of chance is fixed, or named in docs/sandbox.md",
         ),
-        "R15": (
-            "a sampling number with which nothing can be drawn",
-            "refused by name: in a recipe, a request and Python alike",
-        ),
-        "R16": ("a request that can't be computed", "it fails alone; the others end with the bits that they have without it"),
+        "R19": ("attempts of older weights that no ratio corrects", "a warning with the fix, before the run and in its log"),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),
@@ -181,23 +181,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "S10": ("answers written to hang a grader or to run", "0 within the deadline; nothing runs"),
         "S11": ("quotes, braces, escapes, a megabyte in an answer", "inert in the log and in rewards"),
         "S12": ("a machine without a sandbox", "programs are refused, not run bare"),
-        "S15": (
-            "clients of a server that are silent, slow, many, leave, or send nonsense",
-            "closed at a deadline, the oldest first; others are answered meanwhile; no traceback, no 500",
-        ),
-        "S16": ("a page of another site that asks a server without a key", "refused by its Host or Origin"),
-        "S19": (
-            "a request of millions of JSON values, or of text far longer than the context",
-            "refused before it is parsed or tokenized; other requests wait for no more than a fraction of a second",
-        ),
-        "S20": (
-            "files of a run that are pipes, devices, loops, or of another shape, under `ratchet ui`",
-            "passed over; that run's other files and other runs are shown",
-        ),
-        "S17": (
-            "a run of any length, or numbers that no axis holds, in the dashboard",
-            "memory is bounded; left out of the chart",
-        ),
         "S13": (
             "tests that evaluate what a program returned",
             "refused by the task's name before anything of it runs; an answer that breaks the tests is a wrong one",
@@ -206,7 +189,24 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "files that an agent leaves for the check to pick up",
             "the check finds its own alone: they lie apart, and those of the agent only where it names them",
         ),
+        "S15": (
+            "clients of a server that are silent, slow, many, leave, or send nonsense",
+            "closed at a deadline, the oldest first; others are answered meanwhile; no traceback, no 500",
+        ),
+        "S16": ("a page of another site that asks a server without a key", "refused by its Host or Origin"),
+        "S17": (
+            "a run of any length, or numbers that no axis holds, in the dashboard",
+            "memory is bounded; left out of the chart",
+        ),
         "S18": ("control characters and marks of direction in data", "shown as their codes in everything that is printed"),
+        "S19": (
+            "a request of millions of JSON values, or of text far longer than the context",
+            "refused before it is parsed or tokenized; other requests wait for no more than a fraction of a second",
+        ),
+        "S20": (
+            "files of a run that are pipes, devices, loops, or of another shape, under `ratchet ui`",
+            "passed over; that run's other files and other runs are shown",
+        ),
     },
     "Configurations of other libraries": {
         "I1": (

@@ -8,7 +8,6 @@ import pytest
 
 from ratchet.experience.proxy.wire import ApiError, Budget, Request
 
-pytestmark = [pytest.mark.fault("S19")]
 USER = {"role": "user", "content": "hi"}
 
 
@@ -21,6 +20,7 @@ def body(*messages: dict[str, object], **keys: object) -> bytes:
     return json.dumps({"model": "policy", "messages": [USER, *messages], **keys}).encode()
 
 
+@pytest.mark.fault("S19")
 @pytest.mark.parametrize(
     ("text", "values"),
     [(b"{}", 1), (b'{"a": "[,{", "b": [1, 2]}', 4), (rb'{"a": "\"[,", "b": 1}', 2), (rb'["\\", 1, "\\\""]', 3)],

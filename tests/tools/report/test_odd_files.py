@@ -12,7 +12,6 @@ import pytest
 from ratchet.tools.report.metrics import MOST_LINE
 from ratchet.tools.report.server import Runs
 
-pytestmark = [pytest.mark.fault("S20")]
 HERE = os.uname().nodename
 CONTENTS = ["", "null", "[]", "[1]", "5", '"x"', "{}", '{"stages": 5}', '{"step": 1}', '{"peak_bytes": "x", "stages": [1]}']
 STATES = ['{"pid": 1e9}', json.dumps({"host": HERE, "pid": 10**20}), json.dumps({"host": HERE, "pid": "x"})]
@@ -43,6 +42,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.fault("S20")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_plain_file_is_passed_over(run: Path, name: str, kind: str) -> None:
