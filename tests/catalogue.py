@@ -84,6 +84,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "a model directory with impossible sizes, other types, pipes, or a template that loops or fills memory",
             "refused by arithmetic or a budget of steps, with a sentence and status 2",
         ),
+        "M14": ("a model directory that lacks weights", "refused with their names, and never filled with random numbers"),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),

@@ -23,7 +23,7 @@ from ratchet.models import lora_transformers as on_transformers
 from ratchet.models.by_plan import REMEDY, Plan, divide
 from ratchet.models.collectives import Group, summed
 from ratchet.models.cost import Work
-from ratchet.models.foreign import reading
+from ratchet.models.foreign import reading, refuse_missing_weights
 from ratchet.models.hf import Savable, remove_stale_weights
 from ratchet.models.lora import Adapter
 from ratchet.models.lora_targets import chosen
@@ -72,7 +72,10 @@ class TransformersPolicy(PolicyModel):
         with reading(directory, "a causal language model"):
             saved_config = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved_config)
-            model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, use_safetensors=True, **options)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+            )
+            refuse_missing_weights(directory, loading)
             nn.Module.to(model, device)
             return cls(model, saved_config=saved_config)
 

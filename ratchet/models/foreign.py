@@ -40,6 +40,20 @@ def reading(directory: Path, what: str) -> Iterator[None]:
         raise ModelError(f"transformers can't load {what} from {directory}: {reason}") from error
 
 
+def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
+    """Raise ModelError if transformers filled weights with random numbers because no file has them.
+
+    loading: What `from_pretrained(..., output_loading_info=True)` returns; tied weights and buffers are not in it.
+    """
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelError(
+            f"{directory} has no weights {some}, which its config.json asks for. "
+            "Add the missing weight files, or correct config.json"
+        )
+
+
 def require_plausible(directory: Path) -> None:
     """Raise ModelError for a file that is a pipe or a device, and for a configuration with sizes beyond those of any model,
     which transformers would compute with until memory ends."""

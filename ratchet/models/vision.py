@@ -25,7 +25,7 @@ from ratchet.models.auto import TransformersPolicy, close, repeated, without_dro
 from ratchet.models.by_plan import Plan
 from ratchet.models.cost import Work
 from ratchet.models.files import atomic_path
-from ratchet.models.foreign import reading
+from ratchet.models.foreign import reading, refuse_missing_weights
 from ratchet.models.hf import Savable
 from ratchet.models.load import Towers
 from ratchet.models.lora import Adapter
@@ -83,9 +83,10 @@ class VisionPolicy(TransformersPolicy):
         with reading(directory, "a model of images and text"):
             saved = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved)
-            model = AutoModelForMultimodalLM.from_pretrained(
-                directory, config=config, dtype=dtype, use_safetensors=True, **options
+            model, loading = AutoModelForMultimodalLM.from_pretrained(
+                directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
             )
+            refuse_missing_weights(directory, loading)
         nn.Module.to(model, device)
         files = {name: (directory / name).read_bytes() for name in PROCESSOR_FILES if (directory / name).is_file()}
         probes = probe_images(directory, model) if files else []

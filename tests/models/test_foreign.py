@@ -91,3 +91,22 @@ def test_any_error_of_the_library_is_a_model_error(tmp_path):
         raise AssertionError("\nfirst\nsecond")
     with pytest.raises(ModelError, match="ZeroDivisionError"), reading(tmp_path, "a model"):
         raise ZeroDivisionError
+
+
+@pytest.mark.fault("M14")
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_no_file_has_are_refused(tied, tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path / "model"
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=8, n_positions=16, n_embd=8, n_layer=2, n_head=2, tie_word_embeddings=tied)
+    ).save_pretrained(folder)
+    load_policy(folder, backend="transformers")
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if ".h.1." in name]:
+        del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has no weights transformer\.h\.1\..* and \d+ more"):
+        load_policy(folder, backend="transformers")
