@@ -72,9 +72,10 @@ class TransformersPolicy(PolicyModel):
         with reading(directory, "a causal language model"):
             saved_config = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved_config)
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
             )
+            model, loading = loaded
             refuse_missing_weights(directory, loading)
             nn.Module.to(model, device)
             return cls(model, saved_config=saved_config)
