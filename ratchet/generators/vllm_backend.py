@@ -9,6 +9,7 @@ import glob
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -41,9 +42,8 @@ def _end_after(driver: int, engine: int) -> None:
 
 def _unlink_shared_memory() -> None:
     """Remove the names under which vLLM's workers on a CPU share memory: vLLM never does, and all workers have opened it."""
-    from vllm.distributed import parallel_state
-
-    for reference in parallel_state._groups.values():
+    parallel_state = sys.modules.get("vllm.distributed.parallel_state")  # imported by every worker that shares memory
+    for reference in parallel_state._groups.values() if parallel_state else ():
         communicator = getattr(reference(), "device_communicator", None)
         name = getattr(getattr(communicator, "dist_module", None), "group_name", None)  # absent on accelerators
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}_*") if name else ():
