@@ -113,3 +113,12 @@ def corrected(
     """x of any loss, at `level`, times the correction at that level."""
     x, metrics = fn(out, batch)
     return x * batch.need("correction" if level == "token" else "correction_S"), metrics
+
+
+def unmasked(out: Outputs, batch: Batch, *, fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]]) -> tuple[Tensor, Metrics]:
+    """Return x of a token-level loss, with 0 for tokens that a mask left in the denominator.
+
+    Their correction is 0. Other tokens keep x as it is: it is no expectation over what was sampled.
+    """
+    x, metrics = fn(out, batch)
+    return torch.where(batch.need("correction") != 0, x, 0.0), metrics

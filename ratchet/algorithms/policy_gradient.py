@@ -10,8 +10,8 @@ from ratchet.algorithms.advantages.compose import Transform, clip_advantages, mi
 from ratchet.algorithms.base import Algorithm, AlgoState, Pass, Role, Term, TermFunction, Weighting, no_adaptation
 from ratchet.algorithms.config.advantages import Mixture
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
-from ratchet.algorithms.config.policy_losses import KLConfig
-from ratchet.algorithms.correction import corrected
+from ratchet.algorithms.config.policy_losses import CorrectionConfig, KLConfig
+from ratchet.algorithms.correction import corrected, unmasked
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated, note_signal
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_penalty
 from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
@@ -106,14 +106,22 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
         if config.correction is not None:
             penalty = partial(corrected, fn=penalty)
         terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))
+    # A masked token does not train, in no term; with mask_denominator=kept the mask itself sees to that.
+    bonus, likelihood = (_training(fn, config.correction) for fn in (entropy_bonus, nll))
     # Measured always: what the policy's entropy does says whether it still explores.
-    terms.append(Term("entropy", entropy_bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef))
+    terms.append(Term("entropy", bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef))
     if config.positive_nll_coef > 0:
         positive = partial(positive_mean, above=config.positive_nll_above)
-        terms.append(Term("positive_nll", nll, positive, coef=config.positive_nll_coef))
+        terms.append(Term("positive_nll", likelihood, positive, coef=config.positive_nll_coef))
     if config.router is not None and config.router.watches:
         terms += router_terms(balance_coef=config.router.balance_coef, z_coef=config.router.z_coef)
     return tuple(terms)
+
+
+def _training(fn: TermFunction, correction: CorrectionConfig | None) -> TermFunction:
+    """Return `fn` without the tokens that the correction masks and leaves in the denominator."""
+    masks = correction is not None and correction.mask != "none" and correction.mask_denominator == "all"
+    return partial(unmasked, fn=fn) if masks else fn
 
 
 def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:

@@ -21,11 +21,17 @@ from oracles.ragged import Row, Span, flat
 from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.config.policy_losses import CorrectionConfig
 from ratchet.algorithms.correction import correct, corrected
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce
+from ratchet.algorithms.policy_gradient import build
 from ratchet.algorithms.weightings import token_mean
 from ratchet.batch import Batch
+from ratchet.data.packing import pack
 from ratchet.errors import MissingColumn
+from ratchet.interfaces import Outputs
+from ratchet.testing.builders import make_group, make_trajectory
 
 LEVELS = ["none", "token", "turn", "sequence", "geometric"]
 CAPS = st.sampled_from([(0.0, 2.0), (0.0, None), (0.5, 1.5), (0.9, 4.0)])
@@ -296,3 +302,23 @@ def test_a_sequence_loss_has_no_weight_that_differs_within_a_row():
     row = Row("g", 0, [1] * 6, TRAINED, reward=1.0, old_logprobs=[0.0] * 6)
     with pytest.raises(MissingColumn, match="correction_S"):
         corrected(outputs(batch, leaf([[0.0] * 6]), [row]), batch, fn=SEQUENCE_LOSSES[0], level="sequence")
+
+
+@pytest.mark.parametrize("term", ["entropy", "positive_nll"])
+def test_a_masked_token_trains_in_no_term(term: str):
+    """Tokens 2 and 3 of the one row are masked, and their predictions get no gradient from any term."""
+    mask = CorrectionConfig(weight="none", mask="token", mask_low=0.5, mask_high=2.0)
+    config = GRPOConfig(correction=mask, entropy_coef=0.1, positive_nll_coef=0.1)
+    terms = {item.name: item for item in build(config).losses["policy"]}
+    row = make_trajectory([1], [2, 3, 4], reward=1.0, logprobs=[-1.0, -9.0, 0.0])
+    old_T = torch.tensor([0.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    batch = pack([make_group("g", [row])]).fill_tokens(old_logprobs=old_T).fill_sequences(judged_rewards=torch.ones(1).double())
+    batch = build(config).weigh(correct(batch, AlgoState(), weight="none", mask="token"), AlgoState())
+    live = {"logprobs": old_T.clone().requires_grad_(), "entropy": torch.ones(4).double().requires_grad_()}
+    loss, metrics = terms[term](Outputs(batch.sequence_sum, **live), batch)
+    loss.backward()
+    slope_T = live["entropy" if term == "entropy" else "logprobs"].grad
+    assert slope_T is not None
+    close(slope_T, torch.tensor([0.0, -0.1 / 3, 0.0, 0.0], dtype=torch.float64))
+    if term == "entropy":
+        assert float(metrics["entropy"]) == pytest.approx(1.0)  # measured over all that was sampled
