@@ -61,12 +61,14 @@ class Run:
         There is a cut wherever a token ends with a whole character. Only what follows the last cut
         is decoded at each token, behind the tokens between the cut before it and it. So the work
         grows with the number of tokens, not with its square; `Window.shorten` keeps it so where no
-        character gets whole.
+        character gets whole, and `Window.is_due` where no decoding so far is the text's.
         """
         cuts = {0: 0}
         window = Window(self.tokenizer, self.before)
         for count, token in enumerate(self.tokens[:-1], start=1):
             window.tokens.append(token)
+            if not window.is_due:
+                continue
             piece = window.text()
             if not self.text.startswith(piece, window.at) or piece.endswith(REPLACED):
                 window.shorten(self.text)
@@ -186,12 +188,18 @@ class Window:
     """The tokens of a text after a place in it.
 
     before: the tokens that the place ends, for the decoder alone. at: characters before the place.
+    due: tokens from which on it is decoded again.
     """
 
     tokenizer: Tokenizer
     before: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     at: int = 0
+    due: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        return len(self.tokens) >= self.due
 
     def text(self, count: int | None = None) -> str:
         """Return the text of the first `count` tokens; None: of all."""
@@ -201,10 +209,14 @@ class Window:
         """Move the place behind the first `count` tokens, whose text is `piece`."""
         if piece:
             self.before = self.tokens[:count]
-        self.tokens, self.at = self.tokens[count:], self.at + len(piece)
+        self.tokens, self.at, self.due = self.tokens[count:], self.at + len(piece), 0
 
     def shorten(self, text: str) -> None:
-        """Halve a long window without a whole character, if its halves mean the same apart."""
+        """Halve a long window without a whole character, if its halves mean the same apart.
+
+        They don't where one half character turns all bytes beside it into U+FFFD, as decoders with
+        byte fallback have it. Such a window is decoded again once it has grown by an eighth.
+        """
         if len(self.tokens) < LONG:
             return
         half = replace(self, tokens=list(self.tokens))
@@ -212,3 +224,5 @@ class Window:
         half.pass_over(LONG // 2, piece)
         if piece + half.text() == self.text() and text.startswith(piece, self.at):
             self.before, self.tokens, self.at = half.before, half.tokens, half.at
+        else:
+            self.due = len(self.tokens) * 9 // 8

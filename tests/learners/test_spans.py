@@ -270,3 +270,24 @@ def test_a_row_of_many_thousand_tokens_has_its_spans():
     mine = tokenizer("bytes").encode("hello e\u0301 " * 2000)
     _, spans = spans_of("bytes", mine, "qwen2 nfc")
     assert [i for a, _ in spans for i in a] == list(range(len(mine)))
+
+
+def test_a_half_character_behind_fallback_bytes_costs_linear_work(monkeypatch):
+    """One missing byte at the end makes U+FFFD of all bytes before it: no beginning is the text's."""
+    decoded, plain = [], Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or plain(self, ids))
+    work = []
+    for count in (1000, 2000, 4000):
+        decoded.clear()
+        mine = tokenizer("llama").encode("日" * count)[:-1]
+        assert tokenizer("llama").decode(mine).strip(REPLACED) == ""
+        assert spans_of("llama", mine, "gpt2")[1] == []
+        work.append(sum(decoded))
+    assert work[2] < 2.3 * work[1] < 5.3 * work[0]
+
+
+def test_text_behind_fallback_bytes_that_are_no_character_has_spans():
+    mine = [tokenizer("llama").token_id("<0x80>")] * 300 + tokenizer("llama").encode("hello there world " * 20, after="text")
+    _, spans = spans_of("llama", mine, "gpt2")
+    assert [i for a, _ in spans for i in a] == list(range(spans[0][0].start, len(mine)))
+    assert 300 <= spans[0][0].start < 300 + 300 // 8 + 8
