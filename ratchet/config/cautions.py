@@ -18,15 +18,26 @@ def _stale(stage: StageConfig) -> Iterator[str]:
     With old_logprobs=learner the learner recomputes the old log-probabilities with its current
     weights. Every ratio is then to these weights, not to those that drew the attempt.
     """
-    rollouts, algorithm = stage.rollouts, stage.algorithm
-    if stage.source != "rollouts" or not rollouts.max_staleness or not hasattr(algorithm, "old_logprobs"):
+    algorithm, source = stage.algorithm, _older_weights(stage)
+    if stage.source != "rollouts" or not source or not hasattr(algorithm, "old_logprobs"):
         return
-    has_ratio = getattr(getattr(algorithm, "loss", None), "reads_old", True)
+    loss = getattr(algorithm, "loss", None)
+    has_ratio = getattr(loss, "reads_old", True)
     weighs = getattr(algorithm, "correction", None) is not None
     if weighs or (has_ratio and getattr(algorithm, "old_logprobs", "") == "sampler"):
         return
+    # A loss with one value for an answer takes one weight for it.
+    level = "{weight: geometric}" if getattr(loss, "level", "token") == "sequence" else "{}"
     also = ", or algorithm.old_logprobs=sampler" if has_ratio else ""
     yield (
-        f"rollouts.max_staleness={rollouts.max_staleness:g} trains on attempts of older weights, and algorithm "
-        f"{getattr(algorithm, 'kind', '')} treats them as drawn by the current ones. Set algorithm.correction={{}}{also}."
+        f"{source} trains on attempts of older weights, and algorithm {getattr(algorithm, 'kind', '')} treats them as "
+        f"drawn by the current ones. Set algorithm.correction={level}{also}."
     )
+
+
+def _older_weights(stage: StageConfig) -> str:
+    """Return the setting by which attempts of older weights train, or ""."""
+    rollouts = stage.rollouts
+    if rollouts.max_staleness:
+        return f"rollouts.max_staleness={rollouts.max_staleness:g}"
+    return "" if rollouts.replay is None else "rollouts.replay"

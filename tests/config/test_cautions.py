@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from ratchet.config.check import describe
 from ratchet.config.schema import RunConfig
@@ -23,7 +24,7 @@ def warnings(algorithm: dict[str, Any], rollouts: dict[str, Any]) -> list[str]:
 @pytest.mark.fault("R19")
 @pytest.mark.parametrize(
     "algorithm",
-    [{"kind": "grpo"}, {"kind": "dapo", "minibatches": 2}, {"kind": "gspo"}, ON_POLICY_DISTILLATION],
+    [{"kind": "grpo"}, {"kind": "dapo", "minibatches": 2}, ON_POLICY_DISTILLATION],
 )
 def test_staleness_that_nothing_corrects_is_warned_of(algorithm: dict[str, Any]):
     (warning,) = warnings(algorithm, STALE)
@@ -31,6 +32,18 @@ def test_staleness_that_nothing_corrects_is_warned_of(algorithm: dict[str, Any])
         f"rollouts.max_staleness=3 trains on attempts of older weights, and algorithm {algorithm['kind']} treats them as drawn "
         "by the current ones. Set algorithm.correction={}, or algorithm.old_logprobs=sampler."
     )
+
+
+@pytest.mark.fault("R19")
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "gspo", "gmpo", "kimi", "cispo"])
+@pytest.mark.parametrize("rollouts", [STALE, {"replay": {}}], ids=["stale", "replay"])
+def test_the_fix_that_is_named_is_accepted(kind: str, rollouts: dict[str, Any]):
+    (warning,) = warnings({"kind": kind}, rollouts)
+    assert warning.startswith("rollouts.replay trains" if "replay" in rollouts else "rollouts.max_staleness=3 trains")
+    fixes = warning.split("Set ")[1].removesuffix(".").split(", or ")
+    for fix in fixes:
+        key, value = fix.removeprefix("algorithm.").split("=", 1)
+        assert warnings({"kind": kind, key: yaml.safe_load(value)}, rollouts) == []
 
 
 def test_a_loss_without_a_ratio_is_helped_by_a_correction_alone():
