@@ -234,3 +234,18 @@ def test_one_corrupt_log_probability_costs_no_optimizer_step():
     update = asyncio.run(learner.update(algorithm.weigh(batch, AlgoState()), algorithm.losses["policy"]))
     assert update["skipped_nonfinite"] == 0.0
     assert 0 < update["grad_norm"] < math.inf
+
+
+@pytest.mark.parametrize("infinite", [math.inf, -math.inf])
+def test_an_infinite_old_logprob_is_no_nan_in_gspo_token(infinite: float):
+    """The token's ratio to itself has no part in it; the answer's ratio is bounded, or 0."""
+    count = sum(TRAINED)
+    batch = batch_of(torch.float32)
+    old_T = placed(batch, [infinite] + [-0.5] * (count - 1))
+    logprobs_T = placed(batch, [-0.5] * count).requires_grad_()
+    batch = batch.fill_tokens(advantages=placed(batch, [1.0] * count))
+    out = Outputs(sequence_sum=batch.sequence_sum, logprobs=logprobs_T, old_logprobs=old_T)
+    x_T, _ = policy.gspo_token(out, batch, clip_low=0.2, clip_high=0.2)
+    x_T.sum().backward()
+    assert logprobs_T.grad is not None
+    assert is_finite(x_T.detach(), logprobs_T.grad)

@@ -53,9 +53,10 @@ def gspo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tu
 def gspo_token(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
     """-min(s_t A_t, clip(s_t) A_t), s_t = sg[s] r_t / sg[r_t]: GSPO's ratio with an advantage of each token's own
     (arXiv:2507.18071 eq. 13, 14). Token level."""
-    log_ratio_T = _log_ratio(out)
-    mean_S = row_mean(out, batch, log_ratio_T).detach()
-    ratio_T = bounded_ratio(mean_S[batch.sequence_T] + (log_ratio_T - log_ratio_T.detach()))
+    mean_S = row_mean(out, batch, _log_ratio(out)).detach()
+    logprobs_T = out.need("logprobs")
+    # The difference is 0 and has the gradient of log r_t; that of the log-ratios is NaN where one is infinite.
+    ratio_T = bounded_ratio(mean_S[batch.sequence_T] + (logprobs_T - logprobs_T.detach()))
     advantages_T = batch.need("advantages")
     plain_T = ratio_T * advantages_T
     surrogate_T = torch.minimum(plain_T, ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T)
