@@ -71,11 +71,14 @@ def gemm_rate(threads: int, device: str = "cpu") -> float:
     """GFLOP/s of a large matrix product: float32, or bfloat16 on an accelerator."""
     import torch
 
-    from ratchet.observe import gemm
+    from ratchet.observe import matmul_rate
 
     torch.set_num_threads(threads)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return gemm.gemm_rate(gemm.Gemm.square(torch.device(device).type), device=torch.device(device), dtype=dtype) / 1e9
+    return (
+        matmul_rate.gemm_rate(matmul_rate.Gemm.square(torch.device(device).type), device=torch.device(device), dtype=dtype)
+        / 1e9
+    )
 
 
 def copy_rate(device: str, seconds: float = 0.5) -> float:

@@ -66,12 +66,12 @@ def recipe(cluster: str, rollouts: dict[str, Any], steps: int) -> dict[str, Any]
 async def measure(cluster: str, rollouts: dict[str, Any], update_s: float, steps: int) -> tuple[float, float, float]:
     """Seconds of a step, of what the driver does in it but to wait for groups, and of all slots for its requests: means of the
     counted steps."""
-    from ratchet.assemble import build_executor, build_policy, build_run, start_processes
     from ratchet.config.schema import RunConfig
-    from ratchet.executors.machine import freeze
-    from ratchet.experience.ledger import Ledger
-    from ratchet.loop import train
+    from ratchet.executors.freeze import freeze
+    from ratchet.experience.sources.prompt_ledger import Ledger
     from ratchet.testing.simulated import SlowLearner
+    from ratchet.training.from_config import build_executor, build_policy, build_run, start_processes
+    from ratchet.training.loop import train
 
     config = freeze(RunConfig.model_validate(recipe(cluster, rollouts, steps)))
     executor = build_executor(config)
@@ -97,8 +97,8 @@ async def measure(cluster: str, rollouts: dict[str, Any], update_s: float, steps
 
 def seconds_asked(ledger: Path, seed: int, steps: range) -> float:
     """Of all requests that these steps trained on."""
-    from ratchet.experience.ledger import read_ledger
     from ratchet.experience.seeds import seed_for
+    from ratchet.experience.sources.prompt_ledger import read_ledger
     from ratchet.testing.simulated import seconds_of
 
     base = seed_for(seed, "simulated", "rollouts")
@@ -110,7 +110,7 @@ def seconds_asked(ledger: Path, seed: int, steps: range) -> float:
 
 def possible(rollouts: dict[str, Any], busy_s: float) -> float:
     """The share of the bound that is left where generators lose no time, and the driver is busy for so many seconds a step."""
-    from ratchet.experience.scheduler import GenerateScheduler
+    from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler
     from ratchet.experience.seeds import seed_for
     from ratchet.testing.simulated import seconds_of, undisturbed
 

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import yaml
 
-from ratchet.testing.chaos import Verdict, chaos
+from ratchet.testing.kill_and_resume import Verdict, chaos
 
 TINY: dict[str, Any] = {
     "threads": 1,

@@ -28,12 +28,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ratchet.checkpoint.rundir import RunDirectory
-from ratchet.experience.ledger import Ledger
-from ratchet.observe.record import INDEX, RecordFile, StepFacts
-from ratchet.observe.record_schema import MESSAGE, SCHEMA
-from ratchet.observe.recorder import MOST_STEPS
+from ratchet.experience.sources.prompt_ledger import Ledger
+from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts
+from ratchet.observe.records.schema import MESSAGE, SCHEMA
+from ratchet.observe.records.writer import MOST_STEPS
 from ratchet.observe.sinks import JsonlSink
+from ratchet.runs.run_dir import RunDirectory
 
 STEPS, GROUPS, ATTEMPTS = 1000, 128, 8
 PROMPT, WRITTEN = 16, 32  # tokens of a trajectory

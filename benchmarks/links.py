@@ -77,13 +77,13 @@ class Rank(Watched):
         self.own = {name: torch.randn(shape[0] // 2, *shape[1:], generator=rng) for name, shape in shapes().items()}
 
     def weights(self) -> Iterator[Any]:
-        from ratchet.interfaces import Shard
+        from ratchet.protocols import Shard
 
         for (name, own), shape in zip(self.own.items(), shapes().values(), strict=True):
             yield Shard(name, shape, (self.rank * len(own), *(0,) * (own.dim() - 1)), own)
 
     def send(self, sender: str, options: dict[str, Any]) -> Any:
-        from ratchet.config.kinds import imported
+        from ratchet.config.resolve import imported
 
         return imported(sender)(self.weights(), self.rank, 2, **options)
 
@@ -99,9 +99,9 @@ class Receiver(Watched):
     def __init__(self, rank: int, threads: int) -> None:
         import torch
 
-        from ratchet.generators.staging import Staging
-        from ratchet.interfaces import Shard
-        from ratchet.links.ends import Intake
+        from ratchet.generators.weight_update import Staging
+        from ratchet.protocols import Shard
+        from ratchet.weight_sync.endpoints import Intake
 
         torch.set_num_threads(threads)
         own = {name: torch.nn.Parameter(torch.zeros(shape), requires_grad=False) for name, shape in shapes().items()}
@@ -206,9 +206,9 @@ def serve(make: Callable[[int, int], Any], rank: int, threads: int, pipe: Any) -
 
 
 def make_links(senders: Any, receivers: Any, directory: Path) -> dict[str, Callable[[], Any]]:
-    from ratchet.links.collective import CollectiveLink
-    from ratchet.links.files import FilesLink
-    from ratchet.links.shared_memory import SharedMemoryLink
+    from ratchet.weight_sync.collective import CollectiveLink
+    from ratchet.weight_sync.files import FilesLink
+    from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
     return {
         "shared_memory": lambda: SharedMemoryLink(senders, receivers, run="bench"),
@@ -297,5 +297,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the receiver")
     parser.add_argument("--links", default="shared_memory,collective,files,delta")
     parser.add_argument("--directory", help="where the files link writes; a temporary directory by default")
-    CONTEXT.set_forkserver_preload(["torch", "ratchet.links.ends", "ratchet.links.sending", "ratchet.links.collective"])
+    CONTEXT.set_forkserver_preload(
+        ["torch", "ratchet.weight_sync.endpoints", "ratchet.weight_sync.sender", "ratchet.weight_sync.collective"]
+    )
     sys.exit(asyncio.run(main(parser.parse_args())))

@@ -27,20 +27,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-import ratchet.run
-from ratchet.assemble import build_policy, build_run
-from ratchet.checkpoint.rundir import RunDirectory
+import ratchet.training.run
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RecordConfig, RunConfig
 from ratchet.data.packing import pack
-from ratchet.executors.machine import freeze, prepare_process
-from ratchet.experience.measure import spread_attempts
-from ratchet.loop import train
-from ratchet.observe.record import Record
-from ratchet.observe.recorder import Recorder
-from ratchet.observe.trace import tracing
+from ratchet.executors.freeze import freeze, prepare_process
+from ratchet.experience.rollout.metrics import spread_attempts
+from ratchet.observe.records.reader import Record
+from ratchet.observe.records.writer import Recorder
+from ratchet.observe.tracing.perfetto import tracing
+from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.tools.metering import Meter, metering
+from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.loop import train
+from ratchet.training.metering import Meter, metering
 from ratchet.types import Group
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
@@ -109,7 +109,7 @@ def measuring(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, f
         meter = run.meter
         assert isinstance(meter, Meter)
         assert trace is not None
-        ratchet.run.spread_attempts = counted("attempts", spread)
+        ratchet.training.run.spread_attempts = counted("attempts", spread)
         meter.begin, meter.measure = counted("meter", meter.begin), counted("meter", meter.measure)
         meter.spent.read = counted("meter", meter.spent.read)
         trace.span, trace.attempt = counted("trace", trace.span), counted("trace", trace.attempt)
@@ -117,7 +117,7 @@ def measuring(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, f
         started = time.process_time()
         asyncio.run(train(run))
         whole = time.process_time() - started
-    ratchet.run.spread_attempts = spread_attempts
+    ratchet.training.run.spread_attempts = spread_attempts
     return {part: seconds / whole for part, seconds in taken.items()}
 
 

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ratchet.rewards.code import Code
+from ratchet.rewards.code.reward import Code
 from ratchet.rewards.config import CodeConfig
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, passed
 from ratchet.testing import answered

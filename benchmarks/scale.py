@@ -29,15 +29,15 @@ import numpy as np
 import torch
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.passes import fill
-from ratchet.config.kinds import construct, resolve
+from ratchet.algorithms.scoring import fill
+from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
-from ratchet.executors import wire
-from ratchet.executors.cluster import Accelerator, Need, Node, ResourceManager, VirtualCluster
-from ratchet.executors.group import WorkerGroup
-from ratchet.executors.machine import prepare_process
-from ratchet.executors.member import Member, Name
+from ratchet.executors import protocol
+from ratchet.executors.freeze import prepare_process
+from ratchet.executors.placement import Accelerator, Need, Node, ResourceManager, VirtualCluster
 from ratchet.executors.worker import Place
+from ratchet.executors.worker_group import WorkerGroup
+from ratchet.executors.worker_handle import Member, Name
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.remote import RemoteLearner
 from ratchet.types import Group, Message, Owner, Scored, Task, Trajectory, Turn
@@ -88,11 +88,11 @@ class Simulated(Member):
 
     def kill(self) -> None: ...
 
-    def _send(self, number: int, request: wire.Parcel) -> None:
+    def _send(self, number: int, request: protocol.Parcel) -> None:
         start = time.process_time()
         self.bytes += len(request.head) + sum(buffer.nbytes for buffer in request.buffers)
         with warnings.catch_warnings(action="ignore"):  # parts of what the driver has may be read-only
-            _, (method, (_, batches, wanted, *_), _) = wire.unpack(request)
+            _, (method, (_, batches, wanted, *_), _) = protocol.unpack(request)
         tokens = sum(batch.n_tokens for batch in batches)
         passes = 3 if method == "update" else 1  # a backward costs as two forwards
         self.work_s += CALL_S * len(batches) + 2 * PARAMETERS * passes * tokens / OPERATIONS_S / self.tensor
@@ -100,9 +100,9 @@ class Simulated(Member):
         answer: Any = {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6}
         if method == "score":
             answer = [{name: torch.zeros(batch.n_tokens) for name in wanted} for batch in batches]
-        packed = wire.pack(answer)
+        packed = protocol.pack(answer)
         self.aside_s += time.process_time() - start
-        self._take(number, (wire.Kind.RESULT, packed))
+        self._take(number, (protocol.Kind.RESULT, packed))
 
 
 def drawn(count: int, seed: int) -> list[Group]:

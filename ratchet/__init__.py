@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ratchet.algorithms.config.policy_gradient import GRPOConfig as GRPOConfig
-    from ratchet.algorithms.config.supervised import SFTConfig as SFTConfig
-    from ratchet.build import make_run as make_run
-    from ratchet.config.kinds import construct as construct
+    from ratchet.algorithms.config.sft import SFTConfig as SFTConfig
     from ratchet.config.loader import load_config as load_config
+    from ratchet.config.resolve import construct as construct
     from ratchet.config.schema import EvaluationConfig as EvaluationConfig
     from ratchet.config.schema import OptimizerConfig as OptimizerConfig
-    from ratchet.data.builtin_tokenizers import character_tokenizer as character_tokenizer
-    from ratchet.data.tokenizer import load_tokenizer as load_tokenizer
-    from ratchet.environments.arithmetic import Arithmetic as Arithmetic
+    from ratchet.data.chat.builtin_tokenizers import character_tokenizer as character_tokenizer
+    from ratchet.data.chat.tokenizer import load_tokenizer as load_tokenizer
     from ratchet.environments.config import ArithmeticConfig as ArithmeticConfig
     from ratchet.environments.config import CountdownConfig as CountdownConfig
     from ratchet.environments.config import GSM8KConfig as GSM8KConfig
     from ratchet.environments.config import PreferencesConfig as PreferencesConfig
     from ratchet.environments.config import SortingConfig as SortingConfig
-    from ratchet.environments.countdown import Countdown as Countdown
-    from ratchet.environments.gsm8k import GSM8K as GSM8K
-    from ratchet.environments.preferences import Preferences as Preferences
-    from ratchet.environments.sorting import Sorting as Sorting
-    from ratchet.learners.optimizer_config import MuonConfig as MuonConfig
-    from ratchet.loop import train as train
+    from ratchet.environments.datasets.gsm8k import GSM8K as GSM8K
+    from ratchet.environments.datasets.preferences import Preferences as Preferences
+    from ratchet.environments.toy.arithmetic import Arithmetic as Arithmetic
+    from ratchet.environments.toy.countdown import Countdown as Countdown
+    from ratchet.environments.toy.sorting import Sorting as Sorting
+    from ratchet.learners.optim.config import MuonConfig as MuonConfig
     from ratchet.models.load import init_policy as init_policy
     from ratchet.models.load import load_policy as load_policy
     from ratchet.models.presets import preset as preset
     from ratchet.rewards.base import as_reward as as_reward
-    from ratchet.stage import Arena as Arena
-    from ratchet.stage import Plan as Plan
-    from ratchet.stage import Policy as Policy
+    from ratchet.training.build import make_run as make_run
+    from ratchet.training.loop import train as train
+    from ratchet.training.stage import Arena as Arena
+    from ratchet.training.stage import Plan as Plan
+    from ratchet.training.stage import Policy as Policy
     from ratchet.types import Group as Group
     from ratchet.types import Message as Message
     from ratchet.types import Sampling as Sampling
@@ -45,25 +45,25 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ratchet.algorithms.config.policy_gradient": ("GRPOConfig",),
-    "ratchet.algorithms.config.supervised": ("SFTConfig",),
-    "ratchet.build": ("make_run",),
-    "ratchet.config.kinds": ("construct",),
+    "ratchet.algorithms.config.sft": ("SFTConfig",),
+    "ratchet.training.build": ("make_run",),
+    "ratchet.config.resolve": ("construct",),
     "ratchet.config.loader": ("load_config",),
     "ratchet.config.schema": ("EvaluationConfig", "OptimizerConfig"),
-    "ratchet.data.builtin_tokenizers": ("character_tokenizer",),
-    "ratchet.data.tokenizer": ("load_tokenizer",),
-    "ratchet.environments.arithmetic": ("Arithmetic",),
+    "ratchet.data.chat.builtin_tokenizers": ("character_tokenizer",),
+    "ratchet.data.chat.tokenizer": ("load_tokenizer",),
+    "ratchet.environments.toy.arithmetic": ("Arithmetic",),
     "ratchet.environments.config": ("ArithmeticConfig", "CountdownConfig", "GSM8KConfig", "PreferencesConfig", "SortingConfig"),
-    "ratchet.environments.countdown": ("Countdown",),
-    "ratchet.environments.gsm8k": ("GSM8K",),
-    "ratchet.environments.preferences": ("Preferences",),
-    "ratchet.environments.sorting": ("Sorting",),
-    "ratchet.learners.optimizer_config": ("MuonConfig",),
-    "ratchet.loop": ("train",),
+    "ratchet.environments.toy.countdown": ("Countdown",),
+    "ratchet.environments.datasets.gsm8k": ("GSM8K",),
+    "ratchet.environments.datasets.preferences": ("Preferences",),
+    "ratchet.environments.toy.sorting": ("Sorting",),
+    "ratchet.learners.optim.config": ("MuonConfig",),
+    "ratchet.training.loop": ("train",),
     "ratchet.models.load": ("init_policy", "load_policy"),
     "ratchet.models.presets": ("preset",),
     "ratchet.rewards.base": ("as_reward",),
-    "ratchet.stage": ("Arena", "Plan", "Policy"),
+    "ratchet.training.stage": ("Arena", "Plan", "Policy"),
     "ratchet.types": ("Group", "Message", "Sampling", "Task", "Trajectory"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -1,6 +1,6 @@
 """`python -m ratchet`, for launchers such as torchrun."""
 
-from ratchet.cli import main
+from ratchet.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from ratchet.config.tree import write_text
-from ratchet.tools.importing.importer import PEERS, Item, read_config
-from ratchet.tools.importing.table import Peer, Row
+from ratchet.commands.migrate.importer import PEERS, Item, read_config
+from ratchet.commands.migrate.table import Peer, Row
+from ratchet.config.yaml_tree import write_text
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "migrate.md"
 # Keys of ours that most users set; what brings them is looked up in the tables.

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ratchet.data.media import embed
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.formats.media import embed
 from ratchet.data.processor import Processor, load_processor
-from ratchet.data.renderer import Renderer
-from ratchet.data.tokenizer import load_tokenizer
 from ratchet.testing.tiny_vlm import Family, TinyVLM, write_tiny_vlm
 from ratchet.types import Message, Part
 

@@ -15,21 +15,21 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config.check import describe
+from ratchet.config.describe import describe
 from ratchet.config.loader import load_config
-from ratchet.config.tree import write_text
-from ratchet.data.builtin_tokenizers import byte_tokenizer
-from ratchet.data.messages import read_messages, read_tools
-from ratchet.data.renderer import Renderer
-from ratchet.data.templates import BUILTIN, ChatTemplate
-from ratchet.data.tool_calls import FORMATS
+from ratchet.config.yaml_tree import write_text
+from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
+from ratchet.data.chat.chat_templates import BUILTIN, ChatTemplate
+from ratchet.data.chat.messages import read_messages, read_tools
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tool_calls import FORMATS
 from ratchet.errors import RatchetError
-from ratchet.experience.proxy.wire import ApiError, Request
-from ratchet.inputs import is_deeper
+from ratchet.experience.openai_proxy.schema import ApiError, Request
 from ratchet.models.config import DecoderConfig, unsupported_reason
-from ratchet.models.cost import Cost
+from ratchet.models.flops import Cost
 from ratchet.models.presets import PRESETS, preset
 from ratchet.types import Message
+from ratchet.utils.safe_read import is_deeper
 
 pytestmark = pytest.mark.slow
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.checkpoint.store import CheckpointStore
 from ratchet.config.loader import load_config
 from ratchet.config.schema import LoggingConfig
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer import load_tokenizer
 from ratchet.data.jsonl import read_jsonl
-from ratchet.data.renderer import Renderer
-from ratchet.data.tokenizer import load_tokenizer
 from ratchet.environments.config import GSM8KConfig
-from ratchet.environments.gsm8k import GSM8K
+from ratchet.environments.datasets.gsm8k import GSM8K
 from ratchet.errors import CheckpointError, ConfigError, DataError, ModelError
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.presets import preset
-from ratchet.rewards.numeric import read_number
+from ratchet.rewards.answers.numeric import read_number
+from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.types import Message
 
 
@@ -73,7 +73,7 @@ def sealed(step: Path) -> None:
 @pytest.mark.fault("S1")
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json", "state.pt", "data.pkl", "state"])
 def test_a_pickle_in_a_checkpoint_under_any_name(name, canary, tmp_path):
-    from ratchet.checkpoint.state import load_state, save_state
+    from ratchet.checkpoint.serialization import load_state, save_state
 
     store = CheckpointStore(tmp_path / "checkpoints")
     step = store.save(1, lambda folder: save_state(folder / "policy", {"steps": 1}), {})

@@ -5,8 +5,8 @@ import sys
 import hostile
 import pytest
 
-from ratchet.cli import main
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.cli.main import main
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
 

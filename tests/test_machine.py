@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from ratchet.config.loader import load_config
-from ratchet.executors import machine
-from ratchet.executors.machine import freeze, prepare_process, usable_cores, workers_for
+from ratchet.executors import freeze as machine
+from ratchet.executors.freeze import freeze, prepare_process, usable_cores, workers_for
 
 RECIPE = {
     "device": "cpu",
@@ -80,7 +80,7 @@ def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
 
 FREED = """
 import resource, sys, torch
-from ratchet.executors.machine import keep_freed_memory
+from ratchet.executors.freeze import keep_freed_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "kept":
     keep_freed_memory()

@@ -26,7 +26,7 @@ SOURCES = sorted((ROOT / "ratchet").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 HEAVY = ("torch", "transformers")
 LIGHT_PACKAGES = ("ratchet.config", "ratchet.environments", "ratchet.rewards")
-LIGHT_MODULES = ("ratchet.types", "ratchet.errors", "ratchet.interfaces")
+LIGHT_MODULES = ("ratchet.types", "ratchet.errors", "ratchet.protocols")
 
 
 def loaded_after(code: str) -> set[str]:
@@ -53,7 +53,7 @@ def test_import_ratchet_is_light() -> None:
 def test_help_is_light() -> None:
     code = """
 import sys
-from ratchet.cli import main
+from ratchet.cli.main import main
 sys.argv = ["ratchet", "--help"]
 try:
     main()
@@ -328,9 +328,9 @@ def make_targets() -> set[str]:
 def ratchet_commands() -> set[str]:
     import typer
 
-    from ratchet import cli
+    from ratchet.cli import main
 
-    return set(typer.main.get_group(cli.app).commands)
+    return set(typer.main.get_group(main.app).commands)
 
 
 def test_documents_mention_only_make_targets_that_exist() -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ratchet.config.experience import SamplingConfig
 from ratchet.config.schema import EvaluationConfig
 from ratchet.errors import SamplingError
-from ratchet.experience.proxy.wire import ApiError, resampled
+from ratchet.experience.openai_proxy.schema import ApiError, resampled
 from ratchet.generators.engine.sampling import Settings, draw
 from ratchet.sampling import (
     FIELDS,

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 Table = dict[tuple[str, str, str], str]
 
-GROUP = "ratchet/algorithms/advantages/group.py"
+GROUP = "ratchet/algorithms/advantages/group_baselines.py"
 BASE = "ratchet/algorithms/base.py"
 POLICY = "ratchet/algorithms/losses/policy.py"
 REWARD_MODEL = "ratchet/algorithms/losses/reward_model.py"
 DISTILLATION = "ratchet/algorithms/losses/distillation.py"
-CORRECTION = "ratchet/algorithms/correction.py"
+CORRECTION = "ratchet/algorithms/rollout_correction.py"
 TEACHER = "ratchet/algorithms/advantages/teacher.py"
-TEMPORAL = "ratchet/algorithms/advantages/temporal.py"
+TEMPORAL = "ratchet/algorithms/advantages/per_turn.py"
 NO_SCALE = "epsilon is added to a standard deviation, and scale='none' divides by none"
 COMMON = "ratchet/algorithms/advantages/common.py"
 MINUS_ZERO = "these are zeros, and -0.0 equals 0.0 and adds as little"

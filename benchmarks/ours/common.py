@@ -22,7 +22,7 @@ import protocol
 
 import ratchet as rt
 from ratchet.config.base import Section
-from ratchet.executors.machine import compiles, prepare_process, use_kernels
+from ratchet.executors.freeze import compiles, prepare_process, use_kernels
 from ratchet.learners.config import LocalConfig
 
 

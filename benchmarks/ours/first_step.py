@@ -22,7 +22,7 @@ options = parser.parse_known_args()[0]
 
 
 def main() -> None:
-    cli = "from ratchet.cli import main; main()"
+    cli = "from ratchet.cli.main import main; main()"
     with tempfile.TemporaryDirectory() as directory:
         lines = Path(directory) / "run" / "metrics.jsonl"
         arguments = ["train", str(common.QUICKSTART), "--run-dir", str(lines.parent), f"threads={options.threads}"]

@@ -20,9 +20,9 @@ options = common.start(protocol.arguments("GRPO steps of Ratchet"))
 from arithmetic import forest
 
 import ratchet as rt
-import ratchet.loop
-import ratchet.run
-from ratchet.data.renderer import Renderer
+import ratchet.training.loop
+import ratchet.training.run
+from ratchet.data.chat.renderer import Renderer
 from ratchet.environments.single_turn import SingleTurn
 from ratchet.observe.sinks import JsonlSink
 
@@ -69,8 +69,8 @@ def watch(run: Any) -> None:
     engine = run.link.generator
     engine.core.step = phases.timed("generate", engine.core.step)
     run.metrics.flush = phases.timed("recording", run.metrics.flush)
-    ratchet.run.measure_groups = phases.timed("recording", ratchet.run.measure_groups)
-    ratchet.loop.pack = phases.timed("pack", ratchet.loop.pack)
+    ratchet.training.run.measure_groups = phases.timed("recording", ratchet.training.run.measure_groups)
+    ratchet.training.loop.pack = phases.timed("pack", ratchet.training.loop.pack)
 
 
 def shares(steps: common.Steps) -> dict[str, float]:

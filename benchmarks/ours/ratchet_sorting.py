@@ -27,12 +27,12 @@ parser.add_argument("overrides", nargs="*", help="of the quick-start's recipe, k
 options = common.start(parser)
 
 import ratchet as rt
-from ratchet.assemble import build_arena, build_executor, build_policy, plan_of, start_processes
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
-from ratchet.config.tree import read_file, write_text
-from ratchet.executors.machine import compiles
+from ratchet.config.yaml_tree import read_file, write_text
+from ratchet.executors.freeze import compiles
 from ratchet.learners.config import LocalConfig
+from ratchet.training.from_config import build_arena, build_executor, build_policy, plan_of, start_processes
 
 
 def recipe() -> RunConfig:

@@ -13,8 +13,8 @@ import common
 import torch
 
 import ratchet as rt
-from ratchet.assemble import build_arena, build_policy, build_run
 from ratchet.config.loader import load_config
+from ratchet.training.from_config import build_arena, build_policy, build_run
 
 torch.set_num_threads(1)  # the recipe's, and so its course
 

@@ -1,5 +1,5 @@
 """An algorithm is data: passes that fill columns, an advantage estimator, loss terms by role, and the unit that micro-batches
-must not split. The one loop (`ratchet/loop.py`) reads it; nothing anywhere branches on an algorithm's name.
+must not split. The one loop (`ratchet/training/loop.py`) reads it; nothing anywhere branches on an algorithm's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ratchet.batch import Batch, Level, Weight
 from ratchet.errors import ConfigError
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 
 TermFunction = Callable[[Outputs, Batch], tuple[Tensor, dict[str, Tensor]]]
 Weighting = Callable[[Batch], Tensor]
@@ -116,7 +116,8 @@ def no_adaptation(state: AlgoState, metrics: Mapping[str, float]) -> None:
 class Algorithm:
     """See the module's docstring.
 
-    source: the kind of groups it learns from, one of `ratchet.build.SOURCES`. advantage: everything between the passes and the
+    source: the kind of groups it learns from, one of `ratchet.training.build.SOURCES`. advantage: everything between the
+    passes and the
     update that makes columns; `fills` names those of them that stand in for a pass. adapt: may change `state.numbers` after a
     step, where "coef/<term>" replaces a term's `coef`. warmup: steps of the stage for which a role is not updated yet.
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.losses.common import Metrics
 from ratchet.algorithms.ratios import bounded_ratio, k3
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 
 COEF = "coef/kl"  # where an adaptive coefficient is kept in the state: "coef/" and the name of the term
 

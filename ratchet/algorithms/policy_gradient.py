@@ -11,17 +11,17 @@ from ratchet.algorithms.base import Algorithm, AlgoState, Pass, Role, Term, Term
 from ratchet.algorithms.config.advantages import Mixture
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import CorrectionConfig, KLConfig
-from ratchet.algorithms.correction import corrected, unmasked
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated, note_signal
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_penalty
-from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
-from ratchet.algorithms.losses.routers import router_terms
+from ratchet.algorithms.loss_aggregation import WEIGHTINGS, fixed_length, positive_mean, valued_mean
+from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
+from ratchet.algorithms.losses.expert_balance import router_terms
+from ratchet.algorithms.rollout_correction import corrected, unmasked
 from ratchet.algorithms.shaping import keep_judged
-from ratchet.algorithms.teachers import asked_of
-from ratchet.algorithms.weightings import WEIGHTINGS, fixed_length, positive_mean, valued_mean
+from ratchet.algorithms.teacher_passes import asked_of
 from ratchet.batch import Batch
 from ratchet.config.base import Section
-from ratchet.config.kinds import construct
+from ratchet.config.resolve import construct
 
 
 def build(config: PolicyGradientConfig) -> Algorithm:

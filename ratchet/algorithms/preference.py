@@ -6,10 +6,10 @@ from functools import partial
 
 from ratchet.algorithms.base import Algorithm, Pass, Role, Term
 from ratchet.algorithms.config.preference import KTOConfig, PreferenceConfig
-from ratchet.algorithms.losses.base import nll
+from ratchet.algorithms.config_binding import bind
+from ratchet.algorithms.loss_aggregation import chosen_mean, prompt_mean, sequence_mean
+from ratchet.algorithms.losses.common import nll
 from ratchet.algorithms.losses.preference import kto, kto_reference_point
-from ratchet.algorithms.parts import bind
-from ratchet.algorithms.weightings import chosen_mean, prompt_mean, sequence_mean
 
 PAIR = {
     "isolated": "a pair is one datum: the loss compares its two rows",

@@ -6,9 +6,9 @@ from typing import Any
 
 from ratchet.algorithms.base import Algorithm, Term
 from ratchet.algorithms.config.base import AlgorithmConfig
+from ratchet.algorithms.loss_aggregation import prompt_mean, sequence_mean, step_mean
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward, score_regression
 from ratchet.algorithms.preference import PAIR
-from ratchet.algorithms.weightings import prompt_mean, sequence_mean, step_mean
 
 SCORED = {
     "on_policy": "no policy gradient: answers are given, not sampled",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ratchet.algorithms.base import Algorithm, Term
-from ratchet.algorithms.config.supervised import SFTConfig
-from ratchet.algorithms.losses.base import nll
-from ratchet.algorithms.weightings import WEIGHTINGS
+from ratchet.algorithms.config.sft import SFTConfig
+from ratchet.algorithms.loss_aggregation import WEIGHTINGS
+from ratchet.algorithms.losses.common import nll
 
 GIVEN = {
     "on_policy": "no policy gradient: answers are given, not sampled",

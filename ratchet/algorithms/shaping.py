@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.advantages.common import attempt_index, attempts_of, mean_by, std_by, sum_by, whole
-from ratchet.algorithms.advantages.group import require_parts
+from ratchet.algorithms.advantages.group_baselines import require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ratchet.errors import CheckpointError
-from ratchet.inputs import parse_json
-from ratchet.stores import stays_inside
+from ratchet.utils.object_store import stays_inside
+from ratchet.utils.safe_read import parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"

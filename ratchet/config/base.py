@@ -13,7 +13,8 @@ LARGEST_WHOLE = 2**31 - 1  # of fields that state no upper bound of their own
 class Section(BaseModel):
     """One section of a recipe. Torch-free; an unknown key is an error that names the nearest known one.
 
-    A section chosen by `kind:` names in `builds` ("module:callable") what `ratchet.build` calls with it, so that a driver
+    A section chosen by `kind:` names in `builds` ("module:callable") what `ratchet.training.build` calls with it, so that a
+    driver
     never imports a backend that it does not run. A field's `description` says what it means and in which unit.
     """
 

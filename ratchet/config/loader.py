@@ -15,13 +15,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ratchet.config.merge import as_layer, expand, lay
-from ratchet.config.problems import REDACTED, Problem, explain, is_secret, locate, report
+from ratchet.config.checks.stages import conflicts
+from ratchet.config.diagnostics import REDACTED, Problem, explain, is_secret, locate, report
+from ratchet.config.layers import as_layer, expand, lay
 from ratchet.config.schema import RunConfig
-from ratchet.config.tree import COMMAND_LINE, Budget, Node, Origin, read_file, read_text, write_text
-from ratchet.config.validate import conflicts
+from ratchet.config.yaml_tree import COMMAND_LINE, Budget, Node, Origin, read_file, read_text, write_text
 from ratchet.errors import ConfigError
-from ratchet.terminal import shortened
+from ratchet.utils.terminal_text import shortened
 
 EXTENDS = "extends"
 MAX_FILES = 32  # of a recipe and those that it extends

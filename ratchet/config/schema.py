@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
 from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsConfig, SamplingConfig, Temperature
-from ratchet.config.kinds import Slot, resolve
-from ratchet.config.media import MediaConfig
+from ratchet.config.media_limits import MediaConfig
+from ratchet.config.resolve import Slot, resolve
 from ratchet.config.sentinels import SentinelsConfig
 
 
@@ -83,7 +83,7 @@ class OptimizerConfig(Section):
     whole_matrices: whether its steps need each matrix in one process. needs: a package that computes them.
     """
 
-    builds: ClassVar[str] = "ratchet.learners.optimizer:AdamW"
+    builds: ClassVar[str] = "ratchet.learners.optim.adamw:AdamW"
     whole_matrices: ClassVar[bool] = False
     needs: ClassVar[str | None] = None
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, field_validator
 
 from ratchet.config.base import Section
-from ratchet.config.kinds import Slot
+from ratchet.config.resolve import Slot
 
 Rule = Literal["above", "below", "spike", "grows", "shrinks", "rises", "reported", "nonfinite"]
 

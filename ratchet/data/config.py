@@ -15,7 +15,8 @@ PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
 class TokenizerConfig(Section):
-    """`ratchet.build` calls what `builds` names with the section and the model's directory or hub id (None: no such)."""
+    """`ratchet.training.build` calls what `builds` names with the section and the model's directory or hub id (None: no
+    such)."""
 
     template: str | None = Field(
         None,
@@ -29,7 +30,7 @@ class TokenizerConfig(Section):
 class AutoTokenizerConfig(TokenizerConfig):
     """The model's own tokenizer, or the one in another directory."""
 
-    builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_auto"
+    builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_auto"
 
     path: str | None = Field(None, description="Directory, address or hub id; null: the model's.")
     revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
@@ -38,7 +39,7 @@ class AutoTokenizerConfig(TokenizerConfig):
 class CharactersConfig(TokenizerConfig):
     """One token a character."""
 
-    builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_characters"
+    builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_characters"
 
     alphabet: str = Field(PRINTABLE, min_length=1, description="The characters that have a token.")
 
@@ -54,13 +55,13 @@ class CharactersConfig(TokenizerConfig):
 class BytesConfig(TokenizerConfig):
     """One token a byte of UTF-8: covers every text."""
 
-    builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_bytes"
+    builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_bytes"
 
 
 class ByteBPEConfig(TokenizerConfig):
     """Byte-level BPE, trained on text files before the run starts."""
 
-    builds: ClassVar[str] = "ratchet.data.builtin_tokenizers:build_byte_bpe"
+    builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_byte_bpe"
 
     texts: tuple[Path, ...] = Field(min_length=1, description="Text files (UTF-8) to train on, read line by line.")
     vocab_size: int = Field(4096, ge=264, description="256 bytes, 8 special tokens, and the merges.")

@@ -12,9 +12,9 @@ from typing import IO, Annotated, Any
 
 from pydantic import BeforeValidator
 
-from ratchet import inputs
 from ratchet.errors import DataError
-from ratchet.stores import filesystem, is_address
+from ratchet.utils import safe_read
+from ratchet.utils.object_store import filesystem, is_address
 
 CHUNK_BYTES = 1 << 20
 MIN_BOMB_BYTES = 64 << 20
@@ -50,7 +50,7 @@ def open_binary(path: str | Path) -> IO[bytes]:
     """
     with reading(path):
         if not is_address(path):
-            file: IO[bytes] = inputs.open_file(path)
+            file: IO[bytes] = safe_read.open_file(path)
         else:
             system, inside = filesystem(str(path))
             file = system.open(inside, "rb")

@@ -16,10 +16,10 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from ratchet import inputs
 from ratchet.data.files import open_binary, reading
 from ratchet.errors import DataError
-from ratchet.terminal import shortened
+from ratchet.utils import safe_read
+from ratchet.utils.terminal_text import shortened
 
 TYPE_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "an array", dict: "an object"}
 CHUNK_BYTES = 1 << 20
@@ -97,7 +97,7 @@ def fingerprint(path: str | Path) -> str:
     path = Path(path)
     try:
         digest = hashlib.sha256(f"{path.stat().st_size}\n".encode())
-        with inputs.open_file(path) as file:
+        with safe_read.open_file(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
     except OSError as error:
@@ -127,7 +127,7 @@ def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -
 def parse_json(text: str, path: str | Path, line: int) -> Any:
     """What is written from `line` on. Raises DataError naming line and column."""
     try:
-        return inputs.parse_json(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        return safe_read.parse_json(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         at = f"line {line + error.lineno - 1} col {error.colno}"
         raise DataError(f"{path}, {at}: malformed JSON: {error.msg}") from error

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from xxhash import xxh3_128
 
-from ratchet.config.media import PROCESSOR_FILES, MediaConfig
-from ratchet.data.media import audio_of, fetch, image_of, shown, video_of
+from ratchet.config.media_limits import PROCESSOR_FILES, MediaConfig
+from ratchet.data.formats.media import audio_of, fetch, image_of, shown, video_of
 from ratchet.errors import DataError, ModelError
-from ratchet.inputs import require_file
-from ratchet.terminal import first_line
 from ratchet.types import MediaKind, Medium, Part
+from ratchet.utils.safe_read import require_file
+from ratchet.utils.terminal_text import first_line
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 PARTS: Mapping[MediaKind, Sequence[str]] = {  # of a processor of transformers

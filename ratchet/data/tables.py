@@ -1,5 +1,6 @@
 """Rows by number, from files that are never held whole: JSON Lines and CSV over an index of byte offsets, Parquet and Arrow by
-row groups (`ratchet.data.arrow`), several files as one. What an array in a .json file holds has no index, and is read whole.
+row groups (`ratchet.data.formats.arrow_tables`), several files as one. What an array in a .json file holds has no index, and
+is read whole.
 
 Rows are checked when they are read, and every error names the file and the row.
 """
@@ -51,7 +52,7 @@ def open_table(*places: str | Path) -> Table:
 def _open_file(path: str | Path) -> Table:
     name = str(path).lower().removesuffix(".gz")
     if name.endswith((".parquet", ".arrow")):
-        from ratchet.data.arrow import open_arrow  # it takes time to import
+        from ratchet.data.formats.arrow_tables import open_arrow  # it takes time to import
 
         return open_arrow(path)
     if name.endswith(".csv"):

@@ -37,7 +37,7 @@ ALL_SOURCES = frozenset({"rows", "pairs", "labelled", "steps", "rollouts"})
 class ArithmeticConfig(EnvironmentConfig):
     """One operation on two numbers: "37+48=" -> "85"."""
 
-    builds: ClassVar[str] = "ratchet.environments.arithmetic:Arithmetic"
+    builds: ClassVar[str] = "ratchet.environments.toy.arithmetic:Arithmetic"
     default_reward: ClassVar[str] = "exact_match"
     gives: ClassVar[frozenset[str]] = ALL_SOURCES
 
@@ -51,7 +51,7 @@ class ArithmeticConfig(EnvironmentConfig):
 class SortingConfig(EnvironmentConfig):
     """Sort digits: "73120465=" -> "01234567"."""
 
-    builds: ClassVar[str] = "ratchet.environments.sorting:Sorting"
+    builds: ClassVar[str] = "ratchet.environments.toy.sorting:Sorting"
     default_reward: ClassVar[str] = "exact_match"
     gives: ClassVar[frozenset[str]] = ALL_SOURCES
 
@@ -61,7 +61,7 @@ class SortingConfig(EnvironmentConfig):
 class CountdownConfig(EnvironmentConfig):
     """Reach a target with given numbers: "3 5 7:22=" -> "5*3+7"."""
 
-    builds: ClassVar[str] = "ratchet.environments.countdown:Countdown"
+    builds: ClassVar[str] = "ratchet.environments.toy.countdown:Countdown"
     default_reward: ClassVar[str] = "countdown"
 
     numbers: int = Field(4, ge=2, le=6, description="How many numbers are given.")
@@ -86,7 +86,7 @@ class GSM8KConfig(EnvironmentConfig):
     The test split is the file `test`, or the rows of `train` that say so in `split_column`, or else one in ten of them.
     """
 
-    builds: ClassVar[str] = "ratchet.environments.gsm8k:GSM8K"
+    builds: ClassVar[str] = "ratchet.environments.datasets.gsm8k:GSM8K"
     default_reward: ClassVar[str] = "numeric_answer"
 
     train: DataFile = Field(description="A file, or an address in an object store.")
@@ -108,7 +108,7 @@ class PreferencesConfig(EnvironmentConfig):
     The test split is the file `test`, or else one in ten of the prompts of `train`.
     """
 
-    builds: ClassVar[str] = "ratchet.environments.preferences:Preferences"
+    builds: ClassVar[str] = "ratchet.environments.datasets.preferences:Preferences"
     gives: ClassVar[frozenset[str]] = ALL_SOURCES
     judges: ClassVar[bool] = False
     usual_columns: ClassVar[tuple[str, ...]] = (

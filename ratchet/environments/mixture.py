@@ -10,10 +10,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from ratchet.config.kinds import construct
+from ratchet.config.resolve import construct
 from ratchet.environments.mixture_config import MixtureConfig, tag_of
 from ratchet.errors import DataError
-from ratchet.interfaces import Compares, Environment, Judges, Measures, OffersStops, OffersTools, Step, Steps
+from ratchet.protocols import Compares, Environment, Judges, Measures, OffersStops, OffersTools, Step, Steps
 from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
-from ratchet.config.kinds import Slot
+from ratchet.config.resolve import Slot
 from ratchet.environments.config import EnvironmentConfig
 
 

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from ratchet.errors import DataError
-from ratchet.interfaces import Step
+from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
 
 TRIES = 10_000  # fruitless draws in a row after which a procedural environment counts as exhausted

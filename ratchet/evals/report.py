@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ratchet.evals.compare import SIGNIFICANT, Comparison, better
+from ratchet.evals.paired_test import SIGNIFICANT, Comparison, better
 from ratchet.evals.results import Measure, Results, ladder
 from ratchet.evals.statistics import Paired
-from ratchet.observe.files import replace_text
+from ratchet.observe.write_files import replace_text
 
 REPORT = "report.md"
 SHOWN_FAILURES = 3

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ratchet.errors import DataError
 from ratchet.evals.statistics import consensus, interval, pass_at_k
-from ratchet.inputs import read_json
-from ratchet.observe.files import replace_text
+from ratchet.observe.write_files import replace_text
 from ratchet.types import Task
+from ratchet.utils.safe_read import read_json
 
 FORMAT = 1
 RESULTS = "results.json"

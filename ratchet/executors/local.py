@@ -16,23 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import WorkerError
-from ratchet.executors.cluster import Need, ResourceManager, VirtualCluster
 from ratchet.executors.config import LocalClusterConfig
-from ratchet.executors.group import WorkerGroup
-from ratchet.executors.inventory import this_node
-from ratchet.executors.member import Name, SocketMember
-from ratchet.executors.nursery import MESSAGE_BYTES
-from ratchet.executors.serve import tail_of
+from ratchet.executors.devices import this_node
+from ratchet.executors.fork_server import MESSAGE_BYTES
+from ratchet.executors.placement import Need, ResourceManager, VirtualCluster
 from ratchet.executors.worker import Place
-from ratchet.observe.ends import ended_how
-from ratchet.temporary import TemporaryFolder
+from ratchet.executors.worker_group import WorkerGroup
+from ratchet.executors.worker_handle import Name, SocketMember
+from ratchet.executors.worker_main import tail_of
+from ratchet.observe.exit_status import ended_how
+from ratchet.utils.temp_dirs import TemporaryFolder
 
 HOST = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.models.decoder")
 END_S = 5.0  # for a process whose connection has closed to be gone
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ratchet.executors.nursery import main; main(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])"
+    "from ratchet.executors.fork_server import main; main(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])"
 )
 
 

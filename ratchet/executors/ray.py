@@ -16,17 +16,17 @@ from functools import partial
 from typing import Any
 
 from ratchet.errors import ConfigError, MissingDependency, WorkerError
-from ratchet.executors.cluster import Accelerator, Bundle, Need, Node, ResourceManager, VirtualCluster
 from ratchet.executors.config import RayClusterConfig
-from ratchet.executors.group import WorkerGroup
-from ratchet.executors.inventory import this_node
-from ratchet.executors.member import Member, Name
-from ratchet.executors.serve import BEAT_S
+from ratchet.executors.devices import this_node
+from ratchet.executors.placement import Accelerator, Bundle, Need, Node, ResourceManager, VirtualCluster
+from ratchet.executors.protocol import Kind, Parcel
 from ratchet.executors.signals import spares_programs
-from ratchet.executors.wire import Kind, Parcel
 from ratchet.executors.worker import Place
-from ratchet.observe.waits import waiting
-from ratchet.temporary import TemporaryFolder
+from ratchet.executors.worker_group import WorkerGroup
+from ratchet.executors.worker_handle import Member, Name
+from ratchet.executors.worker_main import BEAT_S
+from ratchet.observe.stall_report import waiting
+from ratchet.utils.temp_dirs import TemporaryFolder
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before it is imported: nothing is reported to anybody
 try:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from ratchet.executors.guard import guard_me
-from ratchet.executors.serve import log_to, tail_of
-from ratchet.executors.wire import Parcel
+from ratchet.executors.orphan_killer import guard_me
+from ratchet.executors.protocol import Parcel
 from ratchet.executors.worker import Worker
+from ratchet.executors.worker_main import log_to, tail_of
 
 Box = tuple[bytes, list[Any]]  # a Parcel as Ray carries it without a copy: its buffers as arrays
 

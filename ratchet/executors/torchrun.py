@@ -24,14 +24,14 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from ratchet.errors import ConfigError, WorkerError
-from ratchet.executors.cluster import Accelerator, Need, Node, ResourceManager, VirtualCluster
 from ratchet.executors.config import TorchrunClusterConfig
-from ratchet.executors.group import WorkerGroup
-from ratchet.executors.member import START_S, Name, SocketMember
-from ratchet.executors.serve import end_group, serve
+from ratchet.executors.placement import Accelerator, Need, Node, ResourceManager, VirtualCluster
 from ratchet.executors.signals import STOPPING, kept
 from ratchet.executors.worker import Place, bound
-from ratchet.observe.waits import waiting
+from ratchet.executors.worker_group import WorkerGroup
+from ratchet.executors.worker_handle import START_S, Name, SocketMember
+from ratchet.executors.worker_main import end_group, serve
+from ratchet.observe.stall_report import waiting
 
 NONCE_BYTES, PROOF_BYTES = 32, 64
 LINE_BYTES = 2**16

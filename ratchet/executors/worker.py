@@ -1,6 +1,6 @@
 """The rank of a group, in the process that it lives in: makes a component there, and runs its methods, one at a time, in order.
 
-How calls come here is the executor's: by a socket (`ratchet.executors.serve`) or by Ray.
+How calls come here is the executor's: by a socket (`ratchet.executors.worker_main`) or by Ray.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.config.kinds import imported
+from ratchet.config.resolve import imported
 from ratchet.errors import PortBusy
-from ratchet.executors.wire import Kind, Parcel, pack, unpack, versions
-from ratchet.stores import keep_as
+from ratchet.executors.protocol import Kind, Parcel, pack, unpack, versions
+from ratchet.utils.object_store import keep_as
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from ratchet.config.kinds import imported
+from ratchet.config.resolve import imported
 from ratchet.environments.config import EnvironmentConfig
 from ratchet.errors import ConfigError
 
@@ -15,9 +15,9 @@ METHODS = ("step", "global_post_process_and_metrics")
 
 
 class MessageLogConfig(EnvironmentConfig):
-    """An environment written to `ratchet.experience.interop.EnvironmentInterface` (docs/rollouts.md)."""
+    """An environment written to `ratchet.experience.nemo_rl.EnvironmentInterface` (docs/rollouts.md)."""
 
-    builds: ClassVar[str] = "ratchet.experience.interop.training:MessageLogEnvironment"
+    builds: ClassVar[str] = "ratchet.experience.nemo_rl.training:MessageLogEnvironment"
     gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
     interface: str = Field(description="Path of its class: my_pkg.my_mod:MyEnv.")

@@ -62,7 +62,7 @@ CPU_BLOCK = 32  # tokens; their blocks are multiples of it
 class VLLMConfig(Section):
     """vLLM, on weights of its own: every push of the learner's goes to its workers, and is checked there before it counts."""
 
-    builds: ClassVar[str] = "ratchet.generators.vllm:VLLMGeneration"
+    builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGeneration"
     filters: ClassVar[bool] = False  # vLLM doesn't say which mass they kept
     least_temperature: ClassVar[float] = 0.01  # vLLM takes a lower one for this
     copies_weights: ClassVar[bool] = True  # the model that it is given only starts it

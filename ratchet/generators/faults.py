@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.errors import ModelError, RequestFailed
-from ratchet.generators.requests import Request
+from ratchet.generators.request import Request
 
 Weights = Iterable[tuple[str, Tensor]]
 

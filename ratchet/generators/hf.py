@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError, RequestFailed
+from ratchet.generators.async_engine import Front
 from ratchet.generators.config import HFConfig
 from ratchet.generators.engine.sampling import Settings, draw, uniforms
-from ratchet.generators.engine.stopping import TextDecoder
+from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.faults import blame, uncomputable
-from ratchet.generators.front import Front
-from ratchet.generators.requests import Request
+from ratchet.generators.request import Request
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.types import StopReason
@@ -31,13 +31,13 @@ from ratchet.types import StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ratchet.models.auto import TransformersPolicy
-    from ratchet.models.vision import VisionPolicy
+    from ratchet.models.transformers.multimodal_policy import VisionPolicy
+    from ratchet.models.transformers.policy import TransformersPolicy
 
 
 class HFGenerator(Front):
     """model: an instance of `AutoModelForCausalLM`, or a policy around one; its parameters are read at every step. Prompts may
-    have media where it is a policy that reads them (`ratchet.models.vision`).
+    have media where it is a policy that reads them (`ratchet.models.transformers.multimodal_policy`).
 
     Raises ModelError for the built-in decoder.
     """

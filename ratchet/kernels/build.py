@@ -10,7 +10,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from ratchet.stores import kept
+from ratchet.utils.object_store import kept
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "kernels.c", HERE / "decoding.c"

@@ -38,7 +38,8 @@ class LocalConfig(Section):
 class SpreadConfig(Section):
     """A learner that is spread over several processes, each with a device of its own.
 
-    provider: see `ratchet.learners.providers`. divides: checks whether a model can be divided so: (section, model). rows: keys
+    provider: see `ratchet.learners.distributed.model_providers`. divides: checks whether a model can be divided so: (section,
+    model). rows: keys
     of the ranks that divide these, repetitions first. own_adamw: it brings its optimizer. placeable: whether it can leave its
     accelerator to others. adapts_pipelines: whether it has `lora` with `pipeline_parallel` too.
     """
@@ -70,9 +71,9 @@ class SpreadConfig(Section):
 class DTensorConfig(SpreadConfig):
     """In torch's own terms: FSDP2 around parts of Ratchet's decoder, or around any model of transformers."""
 
-    builds: ClassVar[str] = "ratchet.learners.dtensor:DTensorLearner"
-    provider: ClassVar[str] = "ratchet.learners.dtensor_models:DTensorModels"
-    divides: ClassVar[str] = "ratchet.learners.divisions:check_dtensor"
+    builds: ClassVar[str] = "ratchet.learners.distributed.fsdp:DTensorLearner"
+    provider: ClassVar[str] = "ratchet.learners.distributed.fsdp_models:DTensorModels"
+    divides: ClassVar[str] = "ratchet.learners.distributed.checks:check_dtensor"
     rows: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard")
 
     kind: Literal["dtensor"] = "dtensor"
@@ -89,7 +90,7 @@ class MegatronConfig(SpreadConfig):
 
     builds: ClassVar[str] = "ratchet.learners.megatron.learner:MegatronLearner"
     provider: ClassVar[str] = "ratchet.learners.megatron.models:MegatronModels"
-    divides: ClassVar[str] = "ratchet.learners.divisions:check_megatron"
+    divides: ClassVar[str] = "ratchet.learners.distributed.checks:check_megatron"
     rows: ClassVar[tuple[str, ...]] = ("data_parallel",)
     own_adamw: ClassVar[bool] = True
     placeable: ClassVar[bool] = False

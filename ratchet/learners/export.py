@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ratchet.checkpoint.blocks import Blocks, save_blocks
-from ratchet.interfaces import Exported, Shard
-from ratchet.models.adapters import bit_sum, check_base, fingerprint, save_adapter
-from ratchet.models.heads import ScalarHead, save_head
-from ratchet.models.hf import Savable
-from ratchet.models.layout import PEFT
-from ratchet.models.lora import merged
+from ratchet.checkpoint.sharded import Blocks, save_blocks
+from ratchet.models.lora.decoder import merged
+from ratchet.models.lora.files import bit_sum, check_base, fingerprint, save_adapter
 from ratchet.models.policy import PolicyModel
+from ratchet.models.scalar_head import ScalarHead, save_head
+from ratchet.models.weights.hf_weights import Savable
+from ratchet.models.weights.weight_layout import PEFT
+from ratchet.protocols import Exported, Shard
 
 HEAD = "head.weight"
 

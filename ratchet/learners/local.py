@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.batch import Batch, Level
-from ratchet.checkpoint.state import load_state, save_state
-from ratchet.config.kinds import construct
+from ratchet.checkpoint.serialization import load_state, save_state
+from ratchet.config.resolve import construct
 from ratchet.config.schema import OptimizerConfig
-from ratchet.crew import Crew, dealt
-from ratchet.interfaces import Exported, LossTerm, Shard
+from ratchet.learners.compute.forward import Forward, logits_mib
+from ratchet.learners.compute.microbatch_dispatch import gather_columns
+from ratchet.learners.compute.microbatching import most_tokens, plan_microbatches, weighing_rows
 from ratchet.learners.config import LocalConfig
-from ratchet.learners.dispatch import gather_columns
-from ratchet.learners.forward import Forward, logits_mib
-from ratchet.learners.optimizer import AdamW
-from ratchet.learners.pace import Pace
-from ratchet.learners.plan import most_tokens, plan_microbatches, weighing_rows
-from ratchet.learners.residence import Residence
-from ratchet.models.adapters import bit_sum, check_base, fingerprint, save_adapter
-from ratchet.models.heads import ScalarHead, save_head
-from ratchet.models.low_rank import mask_seed
+from ratchet.learners.offload import Residence
+from ratchet.learners.optim.adamw import AdamW
+from ratchet.learners.optim.step_policy import Pace
+from ratchet.models.lora.files import bit_sum, check_base, fingerprint, save_adapter
+from ratchet.models.lora.layers import mask_seed
 from ratchet.models.policy import PolicyModel
+from ratchet.models.scalar_head import ScalarHead, save_head
+from ratchet.protocols import Exported, LossTerm, Shard
+from ratchet.utils.thread_pool import Crew, dealt
 
 
 class LocalLearner:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ratchet.batch import Batch, Level
-from ratchet.interfaces import Exported, LossTerm, Shard, Workers
+from ratchet.learners.compute.microbatch_dispatch import Micro, deal, gather_columns, light
+from ratchet.learners.compute.microbatching import most_tokens, plan_microbatches, weighing_rows
 from ratchet.learners.config import SpreadConfig
-from ratchet.learners.dispatch import Micro, deal, gather_columns, light
-from ratchet.learners.plan import most_tokens, plan_microbatches, weighing_rows
-from ratchet.learners.topology import topology_of
+from ratchet.learners.distributed.topology import topology_of
+from ratchet.protocols import Exported, LossTerm, Shard, Workers
 
 
 class RemoteLearner:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.interfaces import Learner, LossTerm
-from ratchet.learners.around import Around
+from ratchet.learners.wrapper import Around
+from ratchet.protocols import Learner, LossTerm
 
 
 class Teacher(Around):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.errors import ModelError
-from ratchet.terminal import shortened
+from ratchet.utils.terminal_text import shortened
 
 ORIGINAL = "original_max_position_embeddings"  # the context length before it was stretched
 NUMBERS_END = 1e300  # beyond it, arithmetic overflows

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.models.config import DecoderConfig
-from ratchet.models.low_rank import LowRank
-from ratchet.models.moe import SparseMLP
+from ratchet.models.layers.expert_routing import Route
+from ratchet.models.layers.moe import SparseMLP
+from ratchet.models.layers.quantized import Form, Quantised
+from ratchet.models.layers.rope import RotaryTable
+from ratchet.models.lora.layers import LowRank
 from ratchet.models.ops import heads, linear, rms_norm, some_rows, swiglu
-from ratchet.models.parts import UNDIVIDED, WHOLE, Part, Seams
-from ratchet.models.quantised import Form, Quantised
-from ratchet.models.rope import RotaryTable
-from ratchet.models.routing import Route
+from ratchet.models.parallel.sharding import UNDIVIDED, WHOLE, Part, Seams
 
 
 class Attend(Protocol):
@@ -32,7 +32,7 @@ class Attend(Protocol):
 
 
 class Linear(nn.Linear):
-    """adapter: adds to the product, see `ratchet.models.low_rank`. quantised: the matrix, where it rests in fewer bits;
+    """adapter: adds to the product, see `ratchet.models.lora.layers`. quantised: the matrix, where it rests in fewer bits;
     there is no `weight` then."""
 
     adapter: LowRank | None

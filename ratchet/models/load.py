@@ -11,13 +11,13 @@ import torch
 
 from ratchet.errors import ModelError
 from ratchet.models.config import DecoderConfig, unsupported_reason
-from ratchet.models.heads import FILE as HEAD_FILE
-from ratchet.models.hf import INDEX, empty_decoder, load_decoder, read_json
 from ratchet.models.policy import DecoderPolicy, PolicyModel
-from ratchet.stores import fetch_directory, is_address, unfit
+from ratchet.models.scalar_head import FILE as HEAD_FILE
+from ratchet.models.weights.hf_weights import INDEX, empty_decoder, load_decoder, read_json
+from ratchet.utils.object_store import fetch_directory, is_address, unfit
 
 if TYPE_CHECKING:
-    from ratchet.models.auto import TransformersPolicy
+    from ratchet.models.transformers.policy import TransformersPolicy
 
 Backend = Literal["auto", "ratchet", "transformers"]
 Towers = Literal["frozen", "trained"]
@@ -63,12 +63,12 @@ def of_transformers(
     """What transformers runs of a Hugging Face directory. Raises ModelError."""
     options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     if reads_media(directory):
-        from ratchet.models.vision import VisionPolicy
+        from ratchet.models.transformers.multimodal_policy import VisionPolicy
 
         return VisionPolicy.load(directory, **options, towers=towers)
     if towers != "frozen":
         raise ModelError(f"{directory} reads text alone, and model.towers={towers} is of encoders of media: remove it")
-    from ratchet.models.auto import TransformersPolicy
+    from ratchet.models.transformers.policy import TransformersPolicy
 
     return TransformersPolicy.load(directory, **options)
 

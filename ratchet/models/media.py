@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel
 
 from ratchet.errors import ModelError
-from ratchet.models.foreign import reading
+from ratchet.models.transformers.loading import reading
 from ratchet.types import Medium
 
 PROBE_SIDES = ((64, 96), (96, 32))  # pixels of images that a processor scales as it likes

@@ -10,7 +10,7 @@ import torch
 
 from ratchet.errors import ModelError
 from ratchet.models.config import DecoderConfig
-from ratchet.models.cost import Cost
+from ratchet.models.flops import Cost
 
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 GIB = 1 << 30

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.config.schema import LoRAConfig
-from ratchet.models import lora
-from ratchet.models.by_plan import Divided
 from ratchet.models.config import DecoderConfig
-from ratchet.models.cost import Cost, Work
 from ratchet.models.decoder import Decoder
-from ratchet.models.feeds import Feed, feed_of, reading_feed
-from ratchet.models.hf import Savable, canonical_weights, save_decoder
-from ratchet.models.layout import pieces
-from ratchet.models.lora import Adapter, merged, of_adapter
-from ratchet.models.lora_targets import targets_of
-from ratchet.models.routing import Routing
-from ratchet.models.tensor_parallel import DividedVocabulary
+from ratchet.models.flops import Cost, Work
+from ratchet.models.layers.expert_routing import Routing
+from ratchet.models.layers.packed_inputs import Feed, feed_of, reading_feed
+from ratchet.models.lora import decoder as lora
+from ratchet.models.lora.decoder import Adapter, merged, of_adapter
+from ratchet.models.lora.targets import targets_of
+from ratchet.models.parallel.tensor_parallel import DividedVocabulary
+from ratchet.models.transformers.tensor_parallel import Divided
+from ratchet.models.weights.hf_weights import Savable, canonical_weights, save_decoder
+from ratchet.models.weights.weight_layout import pieces
 
 UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
 
@@ -84,7 +84,7 @@ class PolicyModel(nn.Module, ABC):
 
     @property
     def reads_media(self) -> bool:
-        """Whether `hidden` takes the media of sequences (`ratchet.models.vision`)."""
+        """Whether `hidden` takes the media of sequences (`ratchet.models.transformers.multimodal_policy`)."""
         return False
 
     @property

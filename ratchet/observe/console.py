@@ -9,7 +9,7 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
-from ratchet.terminal import make_console
+from ratchet.utils.terminal_text import make_console
 
 
 def lasting_console() -> Console:

@@ -14,14 +14,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ratchet.observe.files import open_plain
-from ratchet.terminal import visible
+from ratchet.observe.write_files import open_plain
+from ratchet.utils.terminal_text import visible
 
 # Model text, environment errors and tracebacks end up in the log: what steers a terminal must not reach one through it.
 
 
 class UtcFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z WARNING ratchet.checkpoint.store: message`. Further lines of a record are indented, so that
+    """`2026-01-31T12:00:00.123Z WARNING ratchet.runs.checkpoints: message`. Further lines of a record are indented, so that
     what starts at the left margin is always a record; control characters are escaped."""
 
     converter = time.gmtime

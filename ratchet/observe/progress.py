@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ratchet.terminal import make_console
+from ratchet.utils.terminal_text import make_console
 
 Mode = Literal["auto", "live", "plain", "off"]
 Observer = Callable[[int, Mapping[str, float | None]], None]

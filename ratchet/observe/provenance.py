@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ratchet.inputs import read_json
-from ratchet.observe.files import replace_text
 from ratchet.observe.summary import installed_versions
+from ratchet.observe.write_files import replace_text
+from ratchet.utils.safe_read import read_json
 
 PACKAGE = Path(__file__).resolve().parents[1]  # Ratchet's sources
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ratchet.config.sentinels import SentinelConfig, SentinelsConfig
-from ratchet.observe.files import replace_text
 from ratchet.observe.metrics import OF_THE_MACHINE
+from ratchet.observe.write_files import replace_text
 from ratchet.types import POLICY, Failed, Group, Trajectory
 
 log = logging.getLogger(__name__)

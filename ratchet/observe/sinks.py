@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ratchet import faults
-from ratchet.inputs import parse_json
-from ratchet.observe.files import AppendFile, replace_text
 from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
+from ratchet.observe.write_files import AppendFile, replace_text
+from ratchet.utils import failpoints
+from ratchet.utils.safe_read import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +84,9 @@ class JsonlSink:
         if step <= self._last:
             raise ValueError(f"step {step} after step {self._last}: a step has exactly one line")
         line = _line({"step": step, **metrics}).encode()
-        faults.point("metrics.begin")
+        failpoints.point("metrics.begin")
         self._file.append(line)
-        faults.point("metrics.written")
+        failpoints.point("metrics.written")
         self._last = step
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.observe.files import replace_text
 from ratchet.observe.progress import duration
+from ratchet.observe.write_files import replace_text
 
 
 def installed_versions() -> dict[str, str | None]:

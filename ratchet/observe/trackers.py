@@ -21,11 +21,11 @@ from uuid import uuid4
 import numpy as np
 
 from ratchet.config.base import Section
-from ratchet.config.kinds import construct
+from ratchet.config.resolve import construct
 from ratchet.errors import ConfigError
 from ratchet.observe.config import MlflowConfig, PrometheusConfig, SwanlabConfig, TrackioConfig, WandbConfig
-from ratchet.observe.files import replace_text
 from ratchet.observe.sinks import Metrics, Sink, histograms_of
+from ratchet.observe.write_files import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class TrackioSink(RunSink):
 
 
 class MlflowSink:
-    TAG = "ratchet.run"
+    TAG = "ratchet.training.run"
 
     def __init__(self, config: MlflowConfig, run: Tracked) -> None:
         mlflow = package("mlflow")

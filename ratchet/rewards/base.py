@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.interfaces import Reward, Votes
+from ratchet.protocols import Reward, Votes
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, finite
 
 Verdict = float | Mapping[str, float] | Scored  # named parts sum to the reward; those of Scored need not

@@ -10,14 +10,14 @@ from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, mod
 
 from ratchet.config.base import Section
 from ratchet.config.experience import Temperature
-from ratchet.config.kinds import Slot
+from ratchet.config.resolve import Slot
 from ratchet.sandbox.config import local_sandbox
 
 
 class ExactMatchConfig(Section):
     """1 where the answer's text, stripped, is the task's answer."""
 
-    builds: ClassVar[str] = "ratchet.rewards.exact_match:ExactMatch"
+    builds: ClassVar[str] = "ratchet.rewards.answers.exact_match:ExactMatch"
 
     marked: bool = Field(
         False, description='What stands after "####", in <answer> or \\boxed{} is the answer, where there is such.'
@@ -28,7 +28,7 @@ class ExactMatchConfig(Section):
 class NumericAnswerConfig(Section):
     """1 where the answer's final number equals the task's."""
 
-    builds: ClassVar[str] = "ratchet.rewards.numeric:NumericAnswer"
+    builds: ClassVar[str] = "ratchet.rewards.answers.numeric:NumericAnswer"
 
     require_marker: bool = Field(False, description='Only a number after "####" or in \\boxed{} counts.')
     tolerance: float = Field(0.0, ge=0, description="Numbers this near, absolute or relative to the task's, are equal.")
@@ -37,7 +37,7 @@ class NumericAnswerConfig(Section):
 class CountdownRewardConfig(Section):
     """1 where an expression of the given numbers reaches the target."""
 
-    builds: ClassVar[str] = "ratchet.rewards.countdown:CountdownReward"
+    builds: ClassVar[str] = "ratchet.rewards.answers.countdown:CountdownReward"
 
     partial: float = Field(0.0, ge=0, lt=1, description="For a legal expression that misses the target.")
 
@@ -45,7 +45,7 @@ class CountdownRewardConfig(Section):
 class MathConfig(Section):
     """1 where the answer is mathematically equal to the task's: LaTeX, numbers, sets, intervals, matrices, equations."""
 
-    builds: ClassVar[str] = "ratchet.rewards.math:Math"
+    builds: ClassVar[str] = "ratchet.rewards.answers.math:Math"
 
     symbolic: Literal["auto", "required", "never"] = Field(
         "auto", description="Computer algebra by math-verify; auto: where it is installed, else spellings and numbers alone."
@@ -57,7 +57,7 @@ class MathConfig(Section):
 class BoxedConfig(Section):
     """1 where what stands in the last \\boxed{} is the task's answer."""
 
-    builds: ClassVar[str] = "ratchet.rewards.boxed:Boxed"
+    builds: ClassVar[str] = "ratchet.rewards.answers.boxed:Boxed"
 
     normalise: bool = Field(True, description="Equal numbers, and spellings of the same LaTeX, are the same answer.")
 
@@ -65,7 +65,7 @@ class BoxedConfig(Section):
 class MultipleChoiceConfig(Section):
     """1 where the letter chosen is the task's: "C", "(C)", or an index from 0."""
 
-    builds: ClassVar[str] = "ratchet.rewards.multiple_choice:MultipleChoice"
+    builds: ClassVar[str] = "ratchet.rewards.answers.multiple_choice:MultipleChoice"
 
     letters: str = Field("ABCDEFGHIJ", pattern="^[A-Z]+$", description="What there is to choose from, in order.")
     require_marker: bool = Field(
@@ -76,7 +76,7 @@ class MultipleChoiceConfig(Section):
 class BoundingBoxConfig(Section):
     """How well the box that the answer gives covers the task's: intersection over union, from 0 to 1, or GIoU, from -1."""
 
-    builds: ClassVar[str] = "ratchet.rewards.bounding_box:BoundingBox"
+    builds: ClassVar[str] = "ratchet.rewards.answers.bounding_box:BoundingBox"
 
     measure: Literal["iou", "giou"] = Field("iou", description="giou (arXiv:1902.09630) also tells misses near and far apart.")
     threshold: float | None = Field(None, ge=-1, le=1, description="1 from this measure on, 0 below; null: the measure.")
@@ -90,7 +90,7 @@ class BoundingBoxConfig(Section):
 class FormatConfig(Section):
     """1 where the answer consists of the tags, each opened and closed once, in order, with text within."""
 
-    builds: ClassVar[str] = "ratchet.rewards.format:Format"
+    builds: ClassVar[str] = "ratchet.rewards.answers.format:Format"
 
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")], ...] = Field(
         ("think", "answer"), min_length=1, description="Names, without brackets."
@@ -111,7 +111,7 @@ def _compiles(pattern: str) -> str:
 class RegexConfig(Section):
     """1 where a regular expression matches the answer."""
 
-    builds: ClassVar[str] = "ratchet.rewards.regex:Regex"
+    builds: ClassVar[str] = "ratchet.rewards.answers.regex:Regex"
 
     pattern: Annotated[str, AfterValidator(_compiles)] = Field(description="Of Python's re; (?i) at its start ignores case.")
     whole: bool = Field(False, description="The whole answer must match, not some part.")
@@ -134,7 +134,7 @@ class RegexConfig(Section):
 class SimilarityConfig(Section):
     """How similar the answer is to the task's, from 0 to 1."""
 
-    builds: ClassVar[str] = "ratchet.rewards.similarity:Similarity"
+    builds: ClassVar[str] = "ratchet.rewards.answers.similarity:Similarity"
 
     measure: Literal["characters", "words", "bag"] = Field(
         "characters", description="Common subsequence of characters, or of words (ROUGE-L); or words in any order (F1)."
@@ -146,7 +146,7 @@ class SimilarityConfig(Section):
 class LengthConfig(Section):
     """1 where the answer's length is within bounds, falling to 0 outside."""
 
-    builds: ClassVar[str] = "ratchet.rewards.length:Length"
+    builds: ClassVar[str] = "ratchet.rewards.answers.length:Length"
 
     unit: Literal["tokens", "words", "characters", "lines"] = Field("tokens", description="Of the whole completion: tokens.")
     at_least: int = Field(0, ge=0, description="Shorter answers earn less.")
@@ -163,13 +163,13 @@ class LengthConfig(Section):
 class MalformedToolCallsConfig(Section):
     """Minus the number of tool calls in the attempt that could not be read; `weight` is what each of them costs."""
 
-    builds: ClassVar[str] = "ratchet.rewards.malformed_calls:MalformedToolCalls"
+    builds: ClassVar[str] = "ratchet.rewards.answers.malformed_calls:MalformedToolCalls"
 
 
 class IFEvalConfig(Section):
     """Verifiable instructions of the task are followed (IFEval, arXiv:2311.07911)."""
 
-    builds: ClassVar[str] = "ratchet.rewards.ifeval:IFEval"
+    builds: ClassVar[str] = "ratchet.rewards.answers.ifeval:IFEval"
 
     credit: Literal["all", "share"] = Field("all", description="1 where all are followed, else 0; or the share followed.")
     loose: bool = Field(False, description="Also without asterisks, the first line or the last line, as in the paper.")
@@ -178,7 +178,7 @@ class IFEvalConfig(Section):
 class CodeConfig(Section):
     """1 where the answer's program passes the task's tests, in a sandbox."""
 
-    builds: ClassVar[str] = "ratchet.rewards.code:Code"
+    builds: ClassVar[str] = "ratchet.rewards.code.reward:Code"
 
     credit: Literal["all", "share"] = Field("all", description="1 where all tests pass, else 0; or the share that passes.")
     compare: Literal["tokens", "lines"] = Field(
@@ -259,7 +259,7 @@ class ChatJudgeConfig(EndpointConfig):
 class JudgeConfig(ChatJudgeConfig):
     """A language model scores each answer by a rubric; the scale becomes 0 to 1."""
 
-    builds: ClassVar[str] = "ratchet.rewards.judge:Judge"
+    builds: ClassVar[str] = "ratchet.rewards.llm.judge:Judge"
     placeholders: ClassVar[tuple[str, ...]] = ("{response}",)
 
     scale: tuple[float, float] = Field((1.0, 10.0), description="Lowest and highest score.")
@@ -281,7 +281,7 @@ class JudgeConfig(ChatJudgeConfig):
 class PairwiseJudgeConfig(ChatJudgeConfig):
     """A language model compares answers: the share of comparisons that one wins."""
 
-    builds: ClassVar[str] = "ratchet.rewards.judge:PairwiseJudge"
+    builds: ClassVar[str] = "ratchet.rewards.llm.judge:PairwiseJudge"
     placeholders: ClassVar[tuple[str, ...]] = ("{first}", "{second}")
 
     against: Literal["group", "answer"] = Field("group", description="Every other attempt of the group, or the task's answer.")
@@ -320,7 +320,7 @@ Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=Tr
 class ByTagConfig(Section):
     """Each domain has its own rewards: a task's `tag` says which domain it is of."""
 
-    builds: ClassVar[str] = "ratchet.rewards.by_tag:ByTag"
+    builds: ClassVar[str] = "ratchet.rewards.by_domain:ByTag"
 
     domains: dict[str, Rewards] = Field(
         min_length=1,

@@ -10,7 +10,7 @@ from typing import Any
 from ratchet.errors import DataError
 from ratchet.rewards.base import answer_text
 from ratchet.rewards.config import RemoteConfig
-from ratchet.rewards.http import Endpoint
+from ratchet.rewards.llm.http_client import Endpoint
 from ratchet.types import Cancelled, Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
 
 

@@ -19,9 +19,9 @@ from ratchet.rewards.config import RewardModelConfig
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
 if TYPE_CHECKING:  # rewards load no torch when they are imported
-    from ratchet.data.renderer import Renderer
-    from ratchet.models.heads import ScalarHead
+    from ratchet.data.chat.renderer import Renderer
     from ratchet.models.policy import PolicyModel
+    from ratchet.models.scalar_head import ScalarHead
 
 
 class RewardModel:
@@ -84,10 +84,10 @@ class RewardModel:
 
 
 def _load(config: RewardModelConfig) -> tuple[PolicyModel, ScalarHead, Renderer]:
-    from ratchet.data.renderer import Renderer
-    from ratchet.data.tokenizer import load_tokenizer
-    from ratchet.models.heads import load_head
+    from ratchet.data.chat.renderer import Renderer
+    from ratchet.data.chat.tokenizer import load_tokenizer
     from ratchet.models.load import find_model, load_policy
+    from ratchet.models.scalar_head import load_head
 
     directory: Path = find_model(config.path)
     model = load_policy(directory, device=config.device, trust_remote_code=config.trust_remote_code)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.base import Section
-from ratchet.config.kinds import resolve
+from ratchet.config.resolve import resolve
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ratchet.observe.waits import waiting
+from ratchet.observe.stall_report import waiting
 from ratchet.sandbox import shell
 from ratchet.sandbox.base import (
     DEFAULT_LIMITS,
@@ -36,7 +36,7 @@ from ratchet.sandbox.base import (
     inside,
 )
 from ratchet.sandbox.config import DockerSandboxConfig
-from ratchet.sandbox.engine import Engine, Missing, Stream, Unwell
+from ratchet.sandbox.docker_api import Engine, Missing, Stream, Unwell
 from ratchet.sandbox.reaper import OWNER, reap, this_process
 
 T = TypeVar("T")

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from ratchet.observe.waits import waiting
+from ratchet.observe.stall_report import waiting
 from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Result, SandboxError, Session, Strength, end_threads
 from ratchet.sandbox.config import LocalSandboxConfig
-from ratchet.sandbox.slot import Broken, Slot
+from ratchet.sandbox.fork_server_client import Broken, Slot
 from ratchet.sandbox.workspace import Workspace
 
 TRIES = 2  # the second with a new fork server

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from ratchet.sandbox.engine import Engine, Unwell
+from ratchet.sandbox.docker_api import Engine, Unwell
 
 OWNER = "ratchet.owner"
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ratchet.errors import MissingDependency
-from ratchet.observe.waits import waiting
+from ratchet.observe.stall_report import waiting
 from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Reason, Result, SandboxError, Session, Strength, end_threads
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.workspace import Workspace

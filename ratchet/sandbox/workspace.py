@@ -46,7 +46,7 @@ class Workspace:
             output_kib=2 * CARRIED_KIB,
             processes=self._limits.processes + SHELL_PROCESSES,
         )
-        source = resources("ratchet.sandbox").joinpath("inside/carrier.py").read_text(encoding="utf-8")
+        source = resources("ratchet.sandbox").joinpath("inside/session_command.py").read_text(encoding="utf-8")
         carried = await self._sandbox.run(f"{source}\n\nmain()\n", json.dumps(request).encode("ascii"), limits)
         if not carried.ok:  # ended with the command by a limit that both have in common, or by the command itself
             return replace(carried, stdout=b"", stderr=b"the command ended its session's process; its files are undone\n")

@@ -20,11 +20,11 @@ from ratchet.algorithms.base import Algorithm, Term
 from ratchet.algorithms.properties import PROPERTIES, applies
 from ratchet.batch import Batch
 from ratchet.errors import RatchetError
-from ratchet.interfaces import OF_SEQUENCES
-from ratchet.learners.plan import weighing_rows
+from ratchet.learners.compute.microbatching import weighing_rows
+from ratchet.protocols import OF_SEQUENCES
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import Draw
-from ratchet.testing.updates import Found, Update, differentiated, gathered, measured, same, tokens_of, values_of
+from ratchet.testing.synthetic_update import Found, Update, differentiated, gathered, measured, same, tokens_of, values_of
 
 SEEDS = (0, 1, 2)
 # For exemptions that only long answers show, as that of a length penalty: tried until one does.

@@ -15,7 +15,7 @@ import torch
 
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.interfaces import Generator, Learner, LossTerm, Source
+from ratchet.protocols import Generator, Learner, LossTerm, Source
 from ratchet.types import Group, Sampling, StopReason
 
 

@@ -10,11 +10,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from ratchet.config.kinds import construct
-from ratchet.config.section import section_from_words
-from ratchet.environments.workers_wire import packed, unpacked
+from ratchet.config.from_words import section_from_words
+from ratchet.config.resolve import construct
+from ratchet.environments.workers.protocol import packed, unpacked
 from ratchet.errors import DataError
-from ratchet.interfaces import Environment, Reward, Step
+from ratchet.protocols import Environment, Reward, Step
 from ratchet.testing import faulty
 from ratchet.testing.faulty import Said
 from ratchet.testing.harness import BrokenRule, Calls, require, supervised

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.interfaces import Exported, LossTerm, Outputs, Shard, Step
+from ratchet.protocols import Exported, LossTerm, Outputs, Shard, Step
 from ratchet.types import Completion, Group, Message, Outcome, Placed, Sampling, Scored, Split, StopReason, Task, Trajectory
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ratchet.errors import DataError
-from ratchet.interfaces import Environment, Step
+from ratchet.protocols import Environment, Step
 from ratchet.testing.harness import BrokenRule, Calls, broken_services, children, held, kill, require
 from ratchet.types import Message, Task
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ratchet.config.kinds import construct
-from ratchet.config.section import section_from_words
-from ratchet.interfaces import Reward
+from ratchet.config.from_words import section_from_words
+from ratchet.config.resolve import construct
+from ratchet.protocols import Reward
 from ratchet.rewards.base import as_reward
 from ratchet.testing.harness import BrokenRule, Calls, broken_services, children, kill, require, supervised
 from ratchet.types import Failed, Message, Outcome, Scored, Task, Trajectory, Truncated

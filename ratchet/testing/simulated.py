@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import Field
 
 from ratchet.config.base import Section
-from ratchet.experience.scheduler import GenerateScheduler, Issue
-from ratchet.interfaces import LossTerm
-from ratchet.learners.around import Around
+from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler, Issue
+from ratchet.learners.wrapper import Around
+from ratchet.protocols import LossTerm
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Completion, Group, Placed, Sampling, StopReason, Task
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.batch import Batch
-from ratchet.learners.columns import Head, Wanted, sequence_scores, state_values, token_columns
-from ratchet.models.routing import Seen, Watch
+from ratchet.learners.compute.token_outputs import Head, Wanted, sequence_scores, state_values, token_columns
+from ratchet.models.layers.expert_routing import Seen, Watch
 from ratchet.types import (
     Cancelled,
     Failed,

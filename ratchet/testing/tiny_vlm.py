@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.config import PRINTABLE
-from ratchet.data.tokenizer import Tokenizer
 
 Family = Literal["qwen2_5_vl", "qwen3_vl"]
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

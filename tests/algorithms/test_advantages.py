@@ -13,7 +13,7 @@ from oracles import advantages as oracle
 from oracles.cases import by_row, column, groups, kept, rollouts
 from oracles.ragged import Row, in_order
 
-from ratchet.algorithms.advantages.group import group_relative
+from ratchet.algorithms.advantages.group_baselines import group_relative
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.data.packing import pack

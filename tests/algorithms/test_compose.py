@@ -15,9 +15,9 @@ from oracles.cases import column, episodes, filled, kept
 from oracles.ragged import Row
 
 from ratchet.algorithms.advantages.compose import clip_advantages, mixture, pipeline, whiten
-from ratchet.algorithms.advantages.group import group_relative, rloo
+from ratchet.algorithms.advantages.group_baselines import group_relative, rloo
+from ratchet.algorithms.advantages.per_turn import gae
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
-from ratchet.algorithms.advantages.temporal import gae
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.filters import drop_truncated
 from ratchet.algorithms.shaping import scale_rewards

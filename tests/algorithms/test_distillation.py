@@ -23,14 +23,14 @@ from oracles.ragged import Row, weights_of
 from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.distillation import Objective, divergence
-from ratchet.algorithms.passes import fill
-from ratchet.algorithms.weightings import token_mean
+from ratchet.algorithms.scoring import fill
 from ratchet.batch import Batch
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
-from ratchet.interfaces import Outputs
-from ratchet.learners.columns import OneVocabulary, outcomes
+from ratchet.learners.compute.token_outputs import OneVocabulary, outcomes
+from ratchet.protocols import Outputs
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.synthetic import TinyRole
 from ratchet.types import Scored, Truncated, Unjudged

@@ -12,12 +12,12 @@ from oracles import shaping as oracle
 from oracles.cases import episodes, filled, groups, kept
 from oracles.ragged import Row, flat, token_mean, weights_of
 
-from ratchet.algorithms.advantages.group import gdpo, group_relative
+from ratchet.algorithms.advantages.group_baselines import gdpo, group_relative
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated
-from ratchet.algorithms.weightings import token_mean as token_mean_weights
+from ratchet.algorithms.loss_aggregation import token_mean as token_mean_weights
 from ratchet.batch import Batch
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
 
 PAIRS = [(drop_silent_groups, oracle.drop_silent_groups), (drop_truncated, oracle.drop_truncated)]

@@ -16,7 +16,7 @@ from oracles import advantages as oracle
 from oracles.cases import by_row, column, episodes, filled, kept
 from oracles.ragged import Ragged, Row, flat
 
-from ratchet.algorithms.advantages.group import Scale, gdpo, group_relative, opo, reinforce_pp, remax, rloo
+from ratchet.algorithms.advantages.group_baselines import Scale, gdpo, group_relative, opo, reinforce_pp, remax, rloo
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError, DataError

@@ -26,7 +26,7 @@ from ratchet.algorithms.config.policy_gradient import DAPOConfig, DrGRPOConfig, 
 from ratchet.algorithms.config.policy_losses import PPO
 from ratchet.algorithms.policy_gradient import build
 from ratchet.batch import Batch
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 

@@ -17,18 +17,18 @@ from oracles.cases import column, gradient, groups, leaf, outputs, rollouts
 from oracles.ragged import Row, flat
 from torch import Tensor
 
-from ratchet.algorithms.advantages.group import group_relative
+from ratchet.algorithms.advantages.group_baselines import group_relative
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.kl import kl_penalty
-from ratchet.algorithms.losses.base import entropy_bonus
+from ratchet.algorithms.loss_aggregation import fixed_length, prompt_mean, sequence_mean, token_mean
+from ratchet.algorithms.losses.common import entropy_bonus
 from ratchet.algorithms.losses.policy import clipped_surrogate
-from ratchet.algorithms.weightings import fixed_length, prompt_mean, sequence_mean, token_mean
 from ratchet.batch import Batch
-from ratchet.config.builtin import KINDS
+from ratchet.config.registry import KINDS
 from ratchet.data.packing import pack
-from ratchet.testing.named import built_in
+from ratchet.testing.check_command import built_in
 from ratchet.testing.synthetic import Draw, TinyRole
-from ratchet.testing.updates import Update, differentiated, same
+from ratchet.testing.synthetic_update import Update, differentiated, same
 
 WEIGHTINGS = st.sampled_from([token_mean, sequence_mean, prompt_mean, partial(fixed_length, length=7)])
 COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy")

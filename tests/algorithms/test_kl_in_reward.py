@@ -22,7 +22,7 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.kl import adapt_kl, kl_in_reward
 from ratchet.algorithms.losses.policy import reinforce
 from ratchet.batch import Batch
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
 
 V = 3

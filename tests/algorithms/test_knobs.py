@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from ratchet.algorithms.base import Algorithm, AlgoState
-from ratchet.algorithms.passes import fill
+from ratchet.algorithms.scoring import fill
 from ratchet.config.base import Section
-from ratchet.config.builtin import KINDS
-from ratchet.config.keys import section_of, slot_of
-from ratchet.config.kinds import construct, resolve, section_class
+from ratchet.config.key_paths import section_of, slot_of
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import construct, resolve, section_class
 from ratchet.config.schema import OptimizerConfig
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.learners.config import LocalConfig
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
-from ratchet.roles import make_roles
+from ratchet.training.roles import make_roles
 from ratchet.types import Group, Message, Outcome, Owner, Scored, Task, Trajectory, Truncated, Turn
 
 TOKENIZER = character_tokenizer("0123456789=")

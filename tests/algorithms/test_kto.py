@@ -19,8 +19,8 @@ from oracles.preference_cases import batch_of, evaluate, labelled, live, weighte
 from oracles.ragged import Row
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.loss_aggregation import sequence_mean
 from ratchet.algorithms.losses.preference import kto, kto_reference_point
-from ratchet.algorithms.weightings import sequence_mean
 from ratchet.data.packing import pack
 
 LN3 = math.log(3)

@@ -20,11 +20,11 @@ from oracles.cases import VOCAB, bigram, column, gradient, groups, kept, leaf, o
 from oracles.ragged import Ragged, Row, weights_of
 from torch import Tensor
 
-from ratchet.algorithms.advantages.group import group_relative
+from ratchet.algorithms.advantages.group_baselines import group_relative
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.losses.base import entropy_bonus, nll
+from ratchet.algorithms.loss_aggregation import fixed_length, prompt_mean, sequence_mean, token_mean
+from ratchet.algorithms.losses.common import entropy_bonus, nll
 from ratchet.algorithms.losses.policy import clipped_surrogate
-from ratchet.algorithms.weightings import fixed_length, prompt_mean, sequence_mean, token_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 

@@ -14,19 +14,19 @@ from oracles.ragged import Row, Span
 
 from ratchet.algorithms.advantages.common import std_by
 from ratchet.algorithms.advantages.compose import mixture, pipeline
-from ratchet.algorithms.advantages.group import gdpo, group_relative, remax, require_parts
-from ratchet.algorithms.advantages.temporal import step_rewards, turn_returns
+from ratchet.algorithms.advantages.group_baselines import gdpo, group_relative, remax, require_parts
+from ratchet.algorithms.advantages.per_turn import step_rewards, turn_returns
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.losses.base import row_mean, row_sum
+from ratchet.algorithms.loss_aggregation import fixed_length, token_mean
+from ratchet.algorithms.losses.common import row_mean, row_sum
 from ratchet.algorithms.losses.distillation import Objective, divergence
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce, topr
 from ratchet.algorithms.losses.preference import dpo, kto, odds_ratio, rewards_of, simpo
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward
-from ratchet.algorithms.weightings import fixed_length, token_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 
 
 def one_row(ratios: list[float], advantages: list[float]) -> tuple[Outputs, Batch]:

@@ -19,7 +19,7 @@ from oracles.cases import column, gradient, groups, kept, leaf, outputs, rollout
 from oracles.ragged import Ragged, Row, weights_of
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
 
 Advantage = Callable[[list[Row]], list[float]]

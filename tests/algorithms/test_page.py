@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import construct, resolve, section_class
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import construct, resolve, section_class
 from ratchet.data.packing import pack
 from ratchet.testing.builders import make_group, make_trajectory
 

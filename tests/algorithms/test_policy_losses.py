@@ -23,8 +23,8 @@ from oracles.ragged import Ragged, Row, weights_of
 from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.loss_aggregation import sequence_mean, token_mean
 from ratchet.algorithms.losses import policy
-from ratchet.algorithms.weightings import sequence_mean, token_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 

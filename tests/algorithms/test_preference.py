@@ -21,9 +21,9 @@ from oracles.preference_cases import a_row, batch_of, evaluate, live, pairs, wei
 from oracles.ragged import Row, weights_of
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.losses.base import nll
+from ratchet.algorithms.loss_aggregation import chosen_mean, prompt_mean
+from ratchet.algorithms.losses.common import nll
 from ratchet.algorithms.losses.preference import Normalize, dpo, ipo, odds_ratio, rpo, simpo
-from ratchet.algorithms.weightings import chosen_mean, prompt_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.errors import DataError

@@ -21,25 +21,25 @@ from oracles.cases import groups
 from oracles.ragged import Row
 from torch import Tensor
 
-from ratchet.algorithms import correction, kl
+from ratchet.algorithms import kl, rollout_correction
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.correction import correct, corrected
 from ratchet.algorithms.kl import kl_penalty
+from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses import policy, preference
-from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.losses.common import Metrics
 from ratchet.algorithms.ratios import LOG_RATIO_BOUND, bounded_ratio, k3
-from ratchet.algorithms.weightings import token_mean
+from ratchet.algorithms.rollout_correction import correct, corrected
 from ratchet.batch import Batch
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
-from ratchet.interfaces import Outputs
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
+from ratchet.protocols import Outputs
 
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
 
@@ -212,7 +212,7 @@ def test_ordinary_weights_are_the_plain_exponential(level: str, gaps: list[float
     options = {"weight": level, "weight_high": None, "mask": level}
     bounded = correction_of(gaps, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(correction, "bounded_ratio", torch.exp)
+        patch.setattr(rollout_correction, "bounded_ratio", torch.exp)
         plain = correction_of(gaps, **options)
     assert torch.equal(bounded.need("correction"), plain.need("correction"))
     assert torch.equal(bounded.trainable_T, plain.trainable_T)

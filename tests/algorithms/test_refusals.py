@@ -8,11 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.algorithms.base import Algorithm, Pass, Term
+from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.policy import clipped_surrogate
-from ratchet.algorithms.weightings import token_mean
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.checks.stages import conflicts
+from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import RunConfig
-from ratchet.config.validate import conflicts
 from ratchet.errors import ConfigError
 
 GAE = {"advantage": {"kind": "gae"}}

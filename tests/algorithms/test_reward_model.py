@@ -31,12 +31,12 @@ from oracles.reward_model import Labels
 from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.loss_aggregation import prompt_mean, sequence_mean, step_mean
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward, score_regression
-from ratchet.algorithms.weightings import prompt_mean, sequence_mean, step_mean
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 
 LN3 = math.log(3)
 near = partial(pytest.approx, rel=1e-10, abs=1e-10)

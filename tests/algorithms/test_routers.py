@@ -2,8 +2,8 @@
 
 import torch
 
-from ratchet.algorithms.losses.routers import router_balance, router_terms, router_z
-from ratchet.interfaces import Outputs
+from ratchet.algorithms.losses.expert_balance import router_balance, router_terms, router_z
+from ratchet.protocols import Outputs
 
 # Of each sequence: balance, z, entropy, largest load, share of choices that replay changed.
 MEASURED = [[1.5, 4.0, 0.5, 2.0, 0.25], [1.0, 9.0, 0.75, 1.0, 0.0], [2.0, 1.0, 0.0, 4.0, 1.0]]

@@ -11,7 +11,7 @@ from oracles.cases import column, gradient, groups, leaf, outputs, supervised
 from oracles.ragged import Row, weights_of
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.supervised import SFTConfig
+from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.sft import build_sft
 from ratchet.data.packing import pack
 

@@ -17,7 +17,7 @@ from oracles.cases import column, episodes, filled, kept
 from oracles.ragged import Row, Span
 
 from ratchet.algorithms import shaping
-from ratchet.algorithms.advantages.temporal import step_rewards
+from ratchet.algorithms.advantages.per_turn import step_rewards
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError, DataError

@@ -15,9 +15,9 @@ from oracles.advantages import on_tokens
 from oracles.cases import column, episodes, filled, kept
 from oracles.ragged import Ragged, Row, Span, flat
 
-from ratchet.algorithms.advantages.group import Scale, group_relative
+from ratchet.algorithms.advantages.group_baselines import Scale, group_relative
+from ratchet.algorithms.advantages.per_turn import gae, gigpo, step_rewards, turn_returns
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
-from ratchet.algorithms.advantages.temporal import gae, gigpo, step_rewards, turn_returns
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.errors import MissingColumn

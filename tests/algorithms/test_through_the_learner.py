@@ -20,7 +20,7 @@ from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.algorithms.config.advantages import GroupRelative
 from ratchet.algorithms.config.policy_gradient import GRPOConfig
 from ratchet.algorithms.config.policy_losses import PPO
-from ratchet.algorithms.config.supervised import SFTConfig
+from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.algorithms.sft import build_sft
 from ratchet.config.schema import OptimizerConfig

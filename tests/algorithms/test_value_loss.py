@@ -18,8 +18,8 @@ from oracles.cases import column, gradient, groups, kept, leaf, outputs, rollout
 from oracles.ragged import Ragged, Row, weights_of
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.losses.base import value_loss
-from ratchet.algorithms.weightings import token_mean
+from ratchet.algorithms.loss_aggregation import token_mean
+from ratchet.algorithms.losses.common import value_loss
 from ratchet.data.packing import pack
 
 NUMBERS = st.sampled_from([0.0, 1.0]) | st.floats(-3, 3)

@@ -19,35 +19,35 @@ from rewards.fake_http import Answer, chat, serve
 from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.fake_remote import FakeRemote
 
-from ratchet.assemble import build_reward
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import construct, imported, resolve, section_class
-from ratchet.config.media import MediaConfig
-from ratchet.data.media import audio_of, fetch, video_of
+from ratchet.config.media_limits import MediaConfig
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import construct, imported, resolve, section_class
+from ratchet.data.formats.media import audio_of, fetch, video_of
 from ratchet.data.processor import load_processor
-from ratchet.environments.games_config import GameConfig
+from ratchet.environments.games.games_config import GameConfig
 from ratchet.errors import DataError
-from ratchet.executors.cluster import Need
 from ratchet.executors.local import LocalExecutor
-from ratchet.generation import generator_needs
-from ratchet.generators import vllm
+from ratchet.executors.placement import Need
 from ratchet.generators.config import VLLMConfig
-from ratchet.generators.router import Router
-from ratchet.generators.vllm import VLLMGeneration, dtype_of, engine_arguments
+from ratchet.generators.vllm import generator as vllm
+from ratchet.generators.vllm.generator import VLLMGeneration, dtype_of, engine_arguments
+from ratchet.generators.workers.pool import Router
 from ratchet.learners.config import MegatronConfig
-from ratchet.learners.divisions import check_megatron
-from ratchet.learners.rank import LearnerRank
+from ratchet.learners.distributed.checks import check_megatron
+from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.worker import LearnerRank
 from ratchet.learners.remote import RemoteLearner
-from ratchet.learners.specs import RoleSpec
-from ratchet.links.ends import OneRank
-from ratchet.links.make import Between, make_link
-from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.load import init_policy
-from ratchet.models.origin import Origin
+from ratchet.models.model_source import Origin
 from ratchet.models.presets import preset
+from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.observe.trackers import Tracked
 from ratchet.testing.builders import make_trajectory
+from ratchet.training.from_config import build_reward
+from ratchet.training.generator_workers import generator_needs
 from ratchet.types import Message, Scored, Task, ToolCall
+from ratchet.weight_sync.endpoints import OneRank
+from ratchet.weight_sync.factory import Between, make_link
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 

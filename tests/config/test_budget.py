@@ -3,10 +3,10 @@
 import hostile
 import pytest
 
-from ratchet.config import tree
-from ratchet.config.kinds import imported
+from ratchet.config import yaml_tree
 from ratchet.config.loader import load_config
-from ratchet.config.tree import Budget, read_text
+from ratchet.config.resolve import imported
+from ratchet.config.yaml_tree import Budget, read_text
 from ratchet.errors import ConfigError
 
 QUICK = ("6,000 digits", "nested 20,000", "nested by anchors", "a long key", "a tag", "a number by tag", "extends /dev/zero")
@@ -35,7 +35,7 @@ def test_values_are_counted_where_anchors_repeat_them():
 
 @pytest.mark.fault("C13")
 def test_a_chain_of_recipes_shares_one_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr(tree, "MAX_BYTES", 2000)
+    monkeypatch.setattr(yaml_tree, "MAX_BYTES", 2000)
     monkeypatch.setattr(Budget.__init__, "__defaults__", (2000, *Budget.__init__.__defaults__[1:]))
     (tmp_path / "a.yaml").write_text("x: 1\n" + "#" * 1200 + "\n")
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n" + "#" * 1200 + "\n")

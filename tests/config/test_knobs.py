@@ -16,25 +16,25 @@ import yaml
 from config.knobs_used import graded, use_all
 from sandbox.test_attacks import need
 
-import ratchet.learners.forward
+import ratchet.learners.compute.forward
 import ratchet.models.decoder
-from ratchet.assemble import build_arena, build_policy, build_run
 from ratchet.config.base import Section
 from ratchet.config.experience import SamplingConfig
-from ratchet.config.keys import leaf_keys, section_of, slot_of
-from ratchet.config.kinds import section_class
+from ratchet.config.key_paths import leaf_keys, section_of, slot_of
 from ratchet.config.loader import load_config
+from ratchet.config.resolve import section_class
 from ratchet.config.schema import RunConfig
-from ratchet.crew import Crew
 from ratchet.errors import TrainingError
-from ratchet.executors.machine import freeze
+from ratchet.executors.freeze import freeze
 from ratchet.generators.engine.scheduler import Scheduler
-from ratchet.learners.forward import Forward
-from ratchet.loop import train
+from ratchet.learners.compute.forward import Forward
 from ratchet.models.decoder import Decoder
 from ratchet.sandbox import Isolation
-from ratchet.tools.train import start_run
+from ratchet.training.from_config import build_arena, build_policy, build_run
+from ratchet.training.loop import train
+from ratchet.training.session import start_run
 from ratchet.types import Owner, Sampling
+from ratchet.utils.thread_pool import Crew
 
 # --- every key is read
 
@@ -392,7 +392,7 @@ def costs(monkeypatch) -> dict[str, int]:
 
     count(Forward, "outputs", add("microbatches"))
     count(ratchet.models.decoder, "checkpoint", add("recomputed"))
-    count(ratchet.learners.forward, "token_columns", most("chunk_rows", lambda head, *a: head.chunk_rows))
+    count(ratchet.learners.compute.forward, "token_columns", most("chunk_rows", lambda head, *a: head.chunk_rows))
     count(Crew, "run", most("jobs", lambda crew, jobs: len(jobs)))
     count(Scheduler, "_enter", add("prefills"))
     count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.config.base import Section
+from ratchet.config.diagnostics import REDACTED
 from ratchet.config.experience import SamplingConfig
 from ratchet.config.loader import dump_config, load_config
-from ratchet.config.problems import REDACTED
 from ratchet.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
-from ratchet.config.tree import read_text, write_text
+from ratchet.config.yaml_tree import read_text, write_text
 from ratchet.errors import ConfigError
 
 QUICKSTART = """\
@@ -337,8 +337,8 @@ def test_secrets_are_redacted_in_a_saved_config(write, monkeypatch):
 def test_reading_and_checking_a_recipe_imports_neither_torch_nor_transformers(write):
     path = write(QUICKSTART)
     code = (
-        "import sys; from ratchet.config.check import describe; from ratchet.config.loader import dump_config, load_config; "
-        "from ratchet.config.keys import leaf_keys; from ratchet.config.schema import RunConfig; "
+        "import sys; from ratchet.config.describe import describe; from ratchet.config.loader import dump_config, load_config; "
+        "from ratchet.config.key_paths import leaf_keys; from ratchet.config.schema import RunConfig; "
         "from ratchet.errors import ConfigError\n"
         f"config = load_config({str(path)!r}); describe(config); dump_config(config); leaf_keys(RunConfig)\n"
         f"try: load_config({str(path)!r}, ['group_sise=3'])\n"
@@ -349,7 +349,7 @@ def test_reading_and_checking_a_recipe_imports_neither_torch_nor_transformers(wr
 
 
 def test_a_run_config_can_be_made_in_python():
-    from ratchet.algorithms.config.supervised import SFTConfig
+    from ratchet.algorithms.config.sft import SFTConfig
     from ratchet.environments.config import SortingConfig
 
     stage = {

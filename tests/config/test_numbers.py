@@ -8,7 +8,7 @@ from config.test_knobs import place_of
 from pydantic import ValidationError
 
 from ratchet.config.base import _leaf_types
-from ratchet.config.keys import leaf_keys
+from ratchet.config.key_paths import leaf_keys
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from pictures import FAMILIES, asked, model_directory, picture, processor, renderer
 
-from ratchet.config.media import MediaConfig
+from ratchet.config.media_limits import MediaConfig
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer import load_tokenizer
 from ratchet.data.processor import load_processor
-from ratchet.data.renderer import Renderer
-from ratchet.data.tokenizer import load_tokenizer
 from ratchet.errors import DataError, ModelError
 from ratchet.types import Message, Part
 
@@ -45,7 +45,7 @@ def test_pixels_are_those_of_the_picture():
     """Red, on a scale of -1 to 1, as the processor is told: mean and deviation 0.5."""
     from PIL import Image
 
-    from ratchet.data.media import embed
+    from ratchet.data.formats.media import embed
 
     one = processor().expanded(embed(Image.new("RGB", (16, 16), (255, 0, 51))), where="x").medium
     pixels = one.inputs["pixel_values"].reshape(4, 3, -1)

@@ -11,7 +11,7 @@ import pytest
 
 from ratchet.data import jsonl
 from ratchet.data.files import expand, open_binary
-from ratchet.data.order import WINDOW, Order
+from ratchet.data.shuffle import WINDOW, Order
 from ratchet.data.tables import open_table, read_rows, rows_of
 from ratchet.errors import DataError, MissingDependency
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.data.builtin_tokenizers import byte_bpe_tokenizer
-from ratchet.data.renderer import Renderer
-from ratchet.data.templates import ChatTemplate
-from ratchet.data.tokenizer import Tokenizer
+from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer
+from ratchet.data.chat.chat_templates import ChatTemplate
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, StopReason, ToolCall
 

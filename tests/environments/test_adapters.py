@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from ratchet.environments.adapters_config import GemConfig, GymnasiumConfig, VerifiersConfig
-from ratchet.environments.gem_env import GemEnvironment
-from ratchet.environments.gymnasium_env import GymnasiumEnvironment
-from ratchet.environments.verifiers_env import VerifiersEnvironment
+from ratchet.environments.adapters.config import GemConfig, GymnasiumConfig, VerifiersConfig
+from ratchet.environments.adapters.gem import GemEnvironment
+from ratchet.environments.adapters.gymnasium import GymnasiumEnvironment
+from ratchet.environments.adapters.verifiers import VerifiersEnvironment
 from ratchet.errors import ConfigError, DataError
 from ratchet.testing import check_environment
 from ratchet.types import Message

@@ -16,14 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ratchet.assemble import build_reward
-from ratchet.config.kinds import construct
+from ratchet.commands.eval import measured_on
+from ratchet.config.resolve import construct
 from ratchet.config.schema import own_rewards
-from ratchet.data.benchmarks import ALSO_CALLED, BENCHMARKS, MEASURED_ON
-from ratchet.data.published import PUBLISHED
+from ratchet.data.presets.benchmarks import ALSO_CALLED, BENCHMARKS, MEASURED_ON
+from ratchet.data.presets.lookup import PUBLISHED
 from ratchet.errors import DataError
 from ratchet.testing import answered
-from ratchet.tools.evaluate import measured_on
+from ratchet.training.from_config import build_reward
 from ratchet.types import Task
 
 

@@ -4,22 +4,22 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import section_class
-from ratchet.data.builtin_tokenizers import byte_tokenizer
-from ratchet.environments.adapters_config import GemConfig, SeededConfig, VerifiersConfig
-from ratchet.environments.code_config import CodeRepairConfig
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import section_class
+from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
+from ratchet.environments.adapters.config import GemConfig, SeededConfig, VerifiersConfig
+from ratchet.environments.code.config import CodeRepairConfig
 from ratchet.environments.config import ArithmeticConfig, CountdownConfig, GSM8KConfig, PreferencesConfig, SortingConfig
-from ratchet.environments.dataset_config import DatasetConfig
-from ratchet.environments.games_config import GameConfig
+from ratchet.environments.datasets.dataset_config import DatasetConfig
+from ratchet.environments.games.games_config import GameConfig
 from ratchet.environments.mixture_config import MixtureConfig
-from ratchet.environments.terminal_config import TerminalConfig
-from ratchet.environments.tool_config import WithToolsConfig
-from ratchet.environments.workers_config import WorkersConfig
+from ratchet.environments.tool_use.config import WithToolsConfig
+from ratchet.environments.tool_use.terminal_config import TerminalConfig
+from ratchet.environments.workers.config import WorkersConfig
 from ratchet.experience.config import MessageLogConfig
-from ratchet.models.heads import ScalarHead, save_head
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
+from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.rewards.config import CountdownRewardConfig, RewardModelConfig
 
 MADE_OF_OTHERS = {"mixture", "message_log"}  # tested where their parts are

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ratchet.config.kinds import construct, resolve
-from ratchet.data.media import MediaLimits, fetch, image_of
-from ratchet.environments.dataset import Dataset
+from ratchet.config.resolve import construct, resolve
+from ratchet.data.formats.media import MediaLimits, fetch, image_of
+from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import DataError
 from ratchet.testing import check_environment
 from ratchet.types import Message, Part

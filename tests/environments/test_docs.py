@@ -6,8 +6,8 @@ import pytest
 import yaml
 from pages import run, written
 
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import resolve, section_class
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import resolve, section_class
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def page(repository, tmp_path):
 
 def train(tmp_path, *overrides):
     words = ["ratchet", "train", "my_recipe.yaml", *overrides]
-    run(tmp_path, "-c", f"import sys; from ratchet.cli import main; sys.argv = {words}; main()")
+    run(tmp_path, "-c", f"import sys; from ratchet.cli.main import main; sys.argv = {words}; main()")
 
 
 @pytest.mark.slow

@@ -6,17 +6,17 @@ from itertools import islice
 import pytest
 from pydantic import ValidationError
 
-from ratchet.environments.frozen_lake import FrozenLake
-from ratchet.environments.game import shortest_way
-from ratchet.environments.games_config import (
+from ratchet.environments.games.frozen_lake import FrozenLake
+from ratchet.environments.games.game import shortest_way
+from ratchet.environments.games.games_config import (
     FrozenLakeConfig,
     NumberGuessingConfig,
     SlidingPuzzleConfig,
     SokobanConfig,
 )
-from ratchet.environments.number_guessing import NumberGuessing
-from ratchet.environments.sliding_puzzle import SlidingPuzzle
-from ratchet.environments.sokoban import Sokoban
+from ratchet.environments.games.sliding_puzzle import SlidingPuzzle
+from ratchet.environments.games.sokoban import Sokoban
+from ratchet.environments.toy.number_guessing import NumberGuessing
 from ratchet.testing import check_environment
 from ratchet.types import Message, Task
 
@@ -128,7 +128,7 @@ def test_the_player_takes_the_fewest_moves():
 
 
 def test_where_no_way_is_found_in_time_the_shuffle_is_undone(monkeypatch):
-    monkeypatch.setattr("ratchet.environments.game.MAX_STATES", 2)
+    monkeypatch.setattr("ratchet.environments.games.game.MAX_STATES", 2)
     game = SlidingPuzzle(SlidingPuzzleConfig(min_shuffle_moves=9))
     for task in islice(game.tasks("train", seed=0), 5):
         assert demonstrated(game, task) == task.answer.split()

@@ -6,12 +6,12 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from ratchet.config.kinds import construct, resolve
-from ratchet.data.media import MediaLimits, fetch, image_of
-from ratchet.environments.drawing import COLOURS
-from ratchet.environments.frozen_lake import SNOW, WATER
-from ratchet.environments.game import BoardGame
-from ratchet.environments.sokoban import FLOOR, STONE
+from ratchet.config.resolve import construct, resolve
+from ratchet.data.formats.media import MediaLimits, fetch, image_of
+from ratchet.environments.games.frozen_lake import SNOW, WATER
+from ratchet.environments.games.game import BoardGame
+from ratchet.environments.games.rendering import COLOURS
+from ratchet.environments.games.sokoban import FLOOR, STONE
 from ratchet.testing import check_environment
 from ratchet.types import Message, Task
 

@@ -12,13 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.config.kinds import construct, resolve
 from ratchet.config.loader import load_config
+from ratchet.config.resolve import construct, resolve
 from ratchet.environments.mixture import place
 from ratchet.errors import ConfigError, DataError
-from ratchet.rewards.compose import composed
+from ratchet.rewards.weighted_sum import composed
 from ratchet.testing import check_environment
-from ratchet.tools.train import start_run
+from ratchet.training.session import start_run
 from ratchet.types import Message
 
 PARTS = [

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.environments.arithmetic import Arithmetic
 from ratchet.environments.config import ArithmeticConfig, CountdownConfig, SortingConfig
-from ratchet.environments.countdown import Countdown, Term, _join
-from ratchet.environments.sorting import Sorting
+from ratchet.environments.toy.arithmetic import Arithmetic
+from ratchet.environments.toy.countdown import Countdown, Term, _join
+from ratchet.environments.toy.sorting import Sorting
 from ratchet.errors import DataError
+from ratchet.rewards.answers.countdown import CountdownReward
+from ratchet.rewards.answers.exact_match import ExactMatch
+from ratchet.rewards.answers.expression import evaluate
 from ratchet.rewards.config import CountdownRewardConfig, ExactMatchConfig
-from ratchet.rewards.countdown import CountdownReward
-from ratchet.rewards.exact_match import ExactMatch
-from ratchet.rewards.expression import evaluate
 from ratchet.testing import check_environment
 
 exact_match = ExactMatch(ExactMatchConfig())

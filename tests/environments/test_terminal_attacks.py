@@ -9,7 +9,7 @@ import shutil
 import pytest
 from sandbox.test_attacks import need
 
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.errors import DataError
 from ratchet.sandbox import Isolation, LocalSandbox
 from ratchet.types import Message

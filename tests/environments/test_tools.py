@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ratchet.config.kinds import construct, resolve
-from ratchet.data.builtin_tokenizers import byte_tokenizer
-from ratchet.environments.tools.base import Toolbox, ToolError, ToolUnavailable, make_tools
-from ratchet.environments.tools.calculator import calculate, written
-from ratchet.environments.tools.retriever import Passage, RetrieverTool, embedder
+from ratchet.config.resolve import construct, resolve
+from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
+from ratchet.environments.tool_use.base import Toolbox, ToolError, ToolUnavailable, make_tools
+from ratchet.environments.tool_use.calculator import calculate, written
+from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, embedder
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset

@@ -10,10 +10,10 @@ import sys
 import threading
 from contextlib import suppress
 
-from ratchet.credentials import credential
 from ratchet.errors import DataError
-from ratchet.interfaces import Step
+from ratchet.protocols import Step
 from ratchet.types import Message, Task
+from ratchet.utils.credentials import credential
 
 HANGS = threading.Event()  # in the process: somebody hangs there
 LEAKED = []

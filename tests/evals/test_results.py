@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import DataError
-from ratchet.evals.compare import better, compare
+from ratchet.evals.paired_test import better, compare
 from ratchet.evals.report import comparison, keep, report
 from ratchet.evals.results import Attempt, Prompt, Results, digest, ladder
 from ratchet.types import Message, Part, Task

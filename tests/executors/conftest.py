@@ -1,8 +1,8 @@
 import pytest
 
-from ratchet.executors.cluster import Need
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
+from ratchet.executors.placement import Need
 
 TINY = "executors.components:Tiny"
 COLLECTIVE = "executors.components:Collective"

@@ -109,7 +109,7 @@ def test_closing_leaves_nothing(start):
 
 DRIVER = """
 import sys, time
-from ratchet.executors.cluster import Need
+from ratchet.executors.placement import Need
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
 executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=())
@@ -166,14 +166,14 @@ def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
         assert folder.is_dir()
         driver.communicate(timeout=20)
     if driver_too:
-        sweep = "from ratchet.temporary import sweep; sweep()"
+        sweep = "from ratchet.utils.temp_dirs import sweep; sweep()"
         subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
     assert os.listdir(tmp_path) == []
 
 
 RAY_DRIVER = """
 import sys, time
-from ratchet.executors.cluster import Need
+from ratchet.executors.placement import Need
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.ray import RayExecutor
 executor = RayExecutor(RayClusterConfig(object_store_mib=100), threads=2, device="cpu")
@@ -221,7 +221,7 @@ def test_the_end_of_a_driver_on_ray_leaves_nothing(killed, tmp_path):
         driver.wait(60)
     if killed:
         until(lambda: not processes_naming(folder), limit_s=60.0)
-        sweep = f"from pathlib import Path; from ratchet.temporary import _sweep; _sweep(Path({str(folder.parent)!r}))"
+        sweep = f"from pathlib import Path; from ratchet.utils.temp_dirs import _sweep; _sweep(Path({str(folder.parent)!r}))"
         subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
     assert not folder.exists()
 

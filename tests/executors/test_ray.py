@@ -12,11 +12,11 @@ from recipes.test_generator_workers import GRPO, RANKS, RECIPE, SFT, STAGE, WORK
 
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, WorkerDied
-from ratchet.executors.cluster import Accelerator, Need, Node
 from ratchet.executors.config import RayClusterConfig
-from ratchet.executors.machine import freeze
-from ratchet.experience.ledger import Ledger, faults_of, read_ledger
-from ratchet.generators.router import Router
+from ratchet.executors.freeze import freeze
+from ratchet.executors.placement import Accelerator, Need, Node
+from ratchet.experience.sources.prompt_ledger import Ledger, faults_of, read_ledger
+from ratchet.generators.workers.pool import Router
 
 pytestmark = pytest.mark.needs("ray")
 COLLECTIVE = "executors.components:Collective"

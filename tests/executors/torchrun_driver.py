@@ -6,8 +6,8 @@ import signal
 import sys
 
 from ratchet.errors import ConfigError, WorkerDied
-from ratchet.executors.cluster import Need
 from ratchet.executors.config import TorchrunClusterConfig
+from ratchet.executors.placement import Need
 from ratchet.executors.torchrun import Launched, TorchrunExecutor, serve_rank
 
 launched = Launched.here()

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from ratchet.experience.interop import EnvironmentInterface, EnvironmentReturn
+from ratchet.experience.nemo_rl import EnvironmentInterface, EnvironmentReturn
 
 DIGITS = "0123"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ratchet.data.builtin_tokenizers import character_tokenizer
-from ratchet.experience.interop import (
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
+from ratchet.experience.nemo_rl import (
     BatchedDataDict,
     EnvironmentInterface,
     EnvironmentReturn,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ratchet.errors import DataError
-from ratchet.experience.interop import BatchedDataDict, DatumSpec, collate
+from ratchet.experience.nemo_rl import BatchedDataDict, DatumSpec, collate
 
 
 def letters(text="ABCD"):

@@ -10,13 +10,13 @@ from ratchet.algorithms.config.policy_gradient import GRPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.episode import Player
-from ratchet.experience.given import Rows, Writer
-from ratchet.experience.manager import RolloutManager
-from ratchet.experience.measure import measure_groups
-from ratchet.experience.sources import Rollouts
-from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Outputs, Step
+from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.manager import RolloutManager
+from ratchet.experience.rollout.metrics import measure_groups
+from ratchet.experience.sources.offline import Rows, Writer
+from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.tasks import TaskStream
+from ratchet.protocols import Outputs, Step
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
 from ratchet.types import Failed, Message, Sampling, Scored, Task, Truncated
@@ -317,7 +317,7 @@ def test_an_environment_that_hangs_while_it_closes_does_not_hold_up_the_run(monk
         async def close(self):
             await hangs()
 
-    monkeypatch.setattr("ratchet.experience.manager.CLOSE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("ratchet.experience.rollout.manager.CLOSE_TIMEOUT_S", 0.02)
     assert [type(o).__name__ for o in outcomes(manage(Stuck(exits, 1)), 2)] == ["Failed", "Scored"]
     assert "not done after 0.02 s" in caplog.text
 

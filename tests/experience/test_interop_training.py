@@ -11,12 +11,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ratchet.assemble import build_policy, build_run
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.experience.config import MessageLogConfig
-from ratchet.loop import train
 from ratchet.testing import check_environment
+from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.loop import train
 
 COPYING = {"kind": "message_log", "interface": "experience.copying_env:Copying", "data": "experience.copying_env:samples"}
 

@@ -9,10 +9,10 @@ from pictures import asked, picture, renderer
 
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
-from ratchet.experience.episode import Player, PromptMemo
-from ratchet.experience.given import Labelled, Pairs, Rows, Stepped, Writer
-from ratchet.experience.tasks import TaskStream
-from ratchet.interfaces import Step
+from ratchet.experience.rollout.episode import Player, PromptMemo
+from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer
+from ratchet.experience.sources.tasks import TaskStream
+from ratchet.protocols import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
 from ratchet.types import Comparison, Failed, Judged, Message, Owner, Part, Sampling, Task
 

@@ -13,10 +13,10 @@ from ratchet.algorithms.config.policy_gradient import GRPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
-from ratchet.experience.batcher import Batcher
-from ratchet.experience.episode import Player
-from ratchet.experience.manager import RolloutManager
-from ratchet.interfaces import Step
+from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.manager import RolloutManager
+from ratchet.experience.sources.batcher import Batcher
+from ratchet.protocols import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeSource
 from ratchet.types import Failed, Message, Scored, Task
 

@@ -10,9 +10,8 @@ import torch
 from experience.counting import EOS, TOKENIZER, AsyncAlone, Batched, BatchedAsync, Counting, batch_of, by_seed, flat, ids
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience import rollouts
-from ratchet.experience.interop import BatchedDataDict, DatumSpec, EnvironmentReturn
-from ratchet.experience.rollouts import (
+from ratchet.experience.nemo_rl import BatchedDataDict, DatumSpec, EnvironmentReturn, rollouts
+from ratchet.experience.nemo_rl.rollouts import (
     async_generate_response_for_sample_turn,
     calculate_rewards,
     generate_responses,

@@ -7,8 +7,8 @@ import sys
 import pytest
 from experience.counting import TOKENIZER, Counting, batch_of, by_seed
 
-from ratchet.experience import rollouts
-from ratchet.experience.rollouts import run_multi_turn_rollout
+from ratchet.experience.nemo_rl import rollouts
+from ratchet.experience.nemo_rl.rollouts import run_multi_turn_rollout
 from ratchet.testing.fakes import FakeGenerator
 
 
@@ -37,7 +37,7 @@ def run(page, tmp_path):
 
 
 def test_the_environment_trains(run, tmp_path):
-    run("-c", "import sys; from ratchet.cli import main; sys.argv = ['ratchet', 'train', 'my_recipe.yaml']; main()")
+    run("-c", "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', 'my_recipe.yaml']; main()")
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert '"rollout/environment/higher/found"' in metrics.read_text(encoding="utf-8")
 

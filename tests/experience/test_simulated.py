@@ -8,17 +8,17 @@ from statistics import fmean
 
 import pytest
 
-from ratchet.experience.concurrency import Concurrency
-from ratchet.experience.interruption import Interruptible
-from ratchet.experience.ledger import Ledger, faults_of, read_ledger
-from ratchet.experience.manager import RolloutManager
-from ratchet.experience.measure import mean_length
-from ratchet.experience.prefetch import Prefetch
-from ratchet.experience.scheduler import GenerateScheduler, at_once
+from ratchet.experience.async_rollouts.concurrency import Concurrency
+from ratchet.experience.async_rollouts.prefetch import Prefetch
+from ratchet.experience.async_rollouts.resumable_generator import Interruptible
+from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler, at_once
+from ratchet.experience.async_rollouts.tail_batching import Cuttable, TailBatching
+from ratchet.experience.rollout.manager import RolloutManager
+from ratchet.experience.rollout.metrics import mean_length
 from ratchet.experience.seeds import seed_for
-from ratchet.experience.sources import Rollouts
-from ratchet.experience.tails import Cuttable, TailBatching
-from ratchet.experience.tasks import TaskStream
+from ratchet.experience.sources.prompt_ledger import Ledger, faults_of, read_ledger
+from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
 from ratchet.testing.fakes import FakeEnvironment

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-from ratchet.config.kinds import construct, resolve
-from ratchet.experience.batcher import Batcher
-from ratchet.experience.interruption import Interruptible
-from ratchet.experience.manager import RolloutManager
-from ratchet.experience.prefetch import Prefetch
-from ratchet.experience.scheduler import GenerateScheduler
-from ratchet.experience.sources import Rollouts
-from ratchet.experience.tasks import TaskStream
-from ratchet.loop import train
-from ratchet.run import Run
+from ratchet.config.resolve import construct, resolve
+from ratchet.experience.async_rollouts.prefetch import Prefetch
+from ratchet.experience.async_rollouts.resumable_generator import Interruptible
+from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler
+from ratchet.experience.rollout.manager import RolloutManager
+from ratchet.experience.sources.batcher import Batcher
+from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeLearner
 from ratchet.testing.simulated import SlowLearner
+from ratchet.training.loop import train
+from ratchet.training.run import Run
 from ratchet.types import Completion, Sampling, StopReason
 
 PAYS, BEGINS = (1.0, 0.8, 0.0), (0.08, 0.52, 0.4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ratchet.experience.prefetch import teaches
+from ratchet.experience.async_rollouts.prefetch import teaches
 from ratchet.types import Failed, Group, Message, Outcome, Owner, Scored, Task, Trajectory, Truncated
 
 

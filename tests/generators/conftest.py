@@ -13,7 +13,7 @@ from models.fused import file_names
 
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.hf import load_weights
+from ratchet.models.weights.hf_weights import load_weights
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 67,

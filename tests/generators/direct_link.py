@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratchet.interfaces import Generator, Learner
+from ratchet.protocols import Generator, Learner
 
 
 class DirectLink:

@@ -12,7 +12,7 @@ from ratchet.errors import ModelError
 from ratchet.generators.config import EngineConfig, HFConfig
 from ratchet.generators.engine.engine import Engine
 from ratchet.generators.hf import HFGenerator
-from ratchet.models.auto import TransformersPolicy
+from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.testing.conformance import check_generator
 from ratchet.types import Sampling, StopReason
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from ratchet.data.media import embed
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.formats.media import embed
 from ratchet.data.packing import pack
 from ratchet.data.processor import load_processor
-from ratchet.data.renderer import Renderer
-from ratchet.data.tokenizer import load_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.generators.config import HFConfig
 from ratchet.generators.hf import HFGenerator

@@ -9,7 +9,7 @@ import torch
 from generators.workers_play import router_here
 
 from ratchet.errors import ConfigError, DataError, ModelError, RequestFailed
-from ratchet.experience.episode import Player
+from ratchet.experience.rollout.episode import Player
 from ratchet.generators.config import EngineConfig, HFConfig
 from ratchet.generators.engine.engine import Engine
 from ratchet.generators.hf import HFGenerator

@@ -8,14 +8,14 @@ import pytest
 from generators.workers_play import Here, columns, config, engine
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.interop.generation import OneAtATime, WithSampling
-from ratchet.experience.interruption import CURRENT, Interruptible
-from ratchet.experience.scheduler import Issue
-from ratchet.generators.exchange import Asked
-from ratchet.generators.requests import Entrance, prompt_key
-from ratchet.generators.router import Router
+from ratchet.experience.async_rollouts.resumable_generator import CURRENT, Interruptible
+from ratchet.experience.async_rollouts.staleness_scheduler import Issue
+from ratchet.experience.nemo_rl.generation import OneAtATime, WithSampling
+from ratchet.generators.request import Entrance, prompt_key
+from ratchet.generators.workers.batch_protocol import Asked
+from ratchet.generators.workers.pool import Router
 from ratchet.testing.fakes import FakeGenerator
-from ratchet.turns import TurnGenerator, Turns
+from ratchet.training.colocation import TurnGenerator, Turns
 from ratchet.types import Completion, Medium, Placed, Sampling, StopReason, Task
 
 SAMPLING = Sampling(max_new_tokens=3)

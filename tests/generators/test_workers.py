@@ -8,18 +8,18 @@ import pytest
 from generators.workers_play import PROMPTS, Holder, columns, config, drawn, engine, requests, router_here
 from pydantic import ValidationError
 
-from ratchet.config.kinds import resolve
+from ratchet.config.resolve import resolve
 from ratchet.errors import DataError, LinkError, RatchetError, WorkerDied, WorkerRaised
-from ratchet.experience.elsewhere import Elsewhere
-from ratchet.generation import SteadyLink
+from ratchet.experience.rollout.remote_manager import Elsewhere
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.exchange import Answered
-from ratchet.generators.router import TOGETHER, Router
-from ratchet.interfaces import Generator, Placeable, ShowsWeights
-from ratchet.links.ends import OneRank, Outlet
-from ratchet.links.shared_memory import SharedMemoryLink
+from ratchet.generators.workers.batch_protocol import Answered
+from ratchet.generators.workers.pool import TOGETHER, Router
+from ratchet.protocols import Generator, Placeable, ShowsWeights
 from ratchet.testing.conformance import check_generator
+from ratchet.training.generator_workers import SteadyLink
 from ratchet.types import Completion, Message, Sampling, StopReason, Task
+from ratchet.weight_sync.endpoints import OneRank, Outlet
+from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 LONG = Sampling(max_new_tokens=150, seed=1)
 TASK = Task("task", (Message("user", "1"),))

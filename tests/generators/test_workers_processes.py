@@ -8,18 +8,18 @@ import signal
 import pytest
 from generators.workers_play import PROMPTS, SHAPE, Holder, columns, config, drawn, engine, requests
 
-from ratchet.config.kinds import resolve
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.config.resolve import resolve
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.errors import WorkerDied
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
-from ratchet.generation import generator_needs, link_of, start_generators
-from ratchet.generators.router import Router
-from ratchet.links.make import Between
-from ratchet.models.origin import Origin
+from ratchet.generators.workers.pool import Router
+from ratchet.models.model_source import Origin
 from ratchet.observe.metrics import MetricsManager
 from ratchet.testing.conformance import check_generator
+from ratchet.training.generator_workers import generator_needs, link_of, start_generators
 from ratchet.types import Sampling, StopReason
+from ratchet.weight_sync.factory import Between
 
 ORIGIN = Origin(shape=SHAPE, seed=0)
 LINKS = [

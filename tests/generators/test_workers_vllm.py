@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tools.test_rank_deaths import Driver, stat_of, steps_of, until
+from commands.test_rank_deaths import Driver, stat_of, steps_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
 SHAPE = {"hidden_size": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "head_dim": 32, "max_positions": 128}

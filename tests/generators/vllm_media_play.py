@@ -12,16 +12,16 @@ import torch
 from direct_link import DirectLink
 from PIL import Image
 
-from ratchet.data.media import embed
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.formats.media import embed
 from ratchet.data.processor import load_processor
-from ratchet.data.renderer import Renderer
-from ratchet.data.tokenizer import load_tokenizer
-from ratchet.executors import environment
+from ratchet.executors import env_vars
 from ratchet.generators.config import HFConfig, VLLMConfig
 from ratchet.generators.hf import HFGenerator
-from ratchet.generators.vllm import VLLMGeneration
-from ratchet.interfaces import Shard
+from ratchet.generators.vllm.generator import VLLMGeneration
 from ratchet.models.load import load_policy
+from ratchet.protocols import Shard
 from ratchet.testing.tiny_vlm import TinyVLM, write_tiny_vlm
 from ratchet.types import Message, Part, Sampling
 
@@ -74,7 +74,7 @@ async def agrees(family):
         write_tiny_vlm(Path(directory), sizes)
         policy, tokenizer = load_policy(directory), load_tokenizer(directory)
         renderer = Renderer(tokenizer, processor=load_processor(directory))
-        with environment.settings(CONFIG.environment):
+        with env_vars.settings(CONFIG.environment):
             generator = VLLMGeneration(CONFIG, policy, tokenizer)
             asked = list(prompts(renderer))
 

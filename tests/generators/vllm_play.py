@@ -21,32 +21,32 @@ import pytest
 import torch
 from direct_link import DirectLink
 
-from ratchet.assemble import build_policy, build_run
 from ratchet.config.experience import ParityConfig
 from ratchet.config.loader import load_config
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError, LinkError, ModelError
-from ratchet.executors import environment
-from ratchet.experience.parity import Ends, ParityGate
+from ratchet.executors import env_vars
+from ratchet.experience.checks.logprob_parity import Ends, ParityGate
 from ratchet.generators.config import VLLMConfig
-from ratchet.generators.vllm import VLLMGeneration
-from ratchet.interfaces import Shard
+from ratchet.generators.vllm.generator import VLLMGeneration
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.links.ends import Intake, OneRank, Outlet
-from ratchet.links.shared_memory import SharedMemoryLink
-from ratchet.loop import train
-from ratchet.models.adapters import save_adapter
-from ratchet.models.auto import TransformersPolicy
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.lora import Adapter
+from ratchet.models.lora.decoder import Adapter
+from ratchet.models.lora.files import save_adapter
 from ratchet.models.policy import DecoderPolicy
-from ratchet.temporary import OWNER
+from ratchet.models.transformers.policy import TransformersPolicy
+from ratchet.protocols import Shard
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_generator
+from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.loop import train
 from ratchet.types import Sampling, StopReason
+from ratchet.utils.temp_dirs import OWNER
+from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 PROMPTS = [[1, 2, 3], [4] * 40, list(range(5, 60)), [7, 7, 8]]
 
@@ -85,7 +85,7 @@ def shake(model, seed):
 async def started(model, engine, **keys):
     config = VLLMConfig(engine=engine, kv_cache_gib=0.05, enforce_eager=True, max_running=16, **keys)
     shared = set(Path("/dev/shm").glob("*-cpushm_*"))  # between the workers of a divided model
-    with environment.settings(config.environment):
+    with env_vars.settings(config.environment):
         generator = VLLMGeneration(config, model, Numbers())
     try:
         yield generator

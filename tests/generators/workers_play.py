@@ -5,13 +5,13 @@ import asyncio
 from ratchet.errors import WorkerDied
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import Engine
-from ratchet.generators.rank import GeneratorRank
-from ratchet.generators.router import Router
-from ratchet.generators.workers_config import WorkersConfig
-from ratchet.links.ends import Intake
+from ratchet.generators.workers.config import WorkersConfig
+from ratchet.generators.workers.pool import Router
+from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.types import Sampling
+from ratchet.weight_sync.endpoints import Intake
 
 SHAPE = DecoderConfig(67, 32, 1, 2, 2, 16, 48, max_positions=160, init_std=0.2)
 ENGINE = EngineConfig(kv_cache_gib=0.01)

@@ -6,19 +6,19 @@ import sys
 import pytest
 import yaml
 
-from ratchet.assemble import build_policy
+from ratchet.commands.doctor import report
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
-from ratchet.executors.machine import compiles, freeze, use_kernels
+from ratchet.executors.freeze import compiles, freeze, use_kernels
 from ratchet.kernels import build, cpu
-from ratchet.tools.doctor import report
+from ratchet.training.from_config import build_policy
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """Nothing is compiled yet."""
     build.library.cache_clear()
-    monkeypatch.setattr("ratchet.stores._cache", tmp_path / "cache")
+    monkeypatch.setattr("ratchet.utils.object_store._cache", tmp_path / "cache")
     yield
     build.library.cache_clear()
 
@@ -152,8 +152,8 @@ def test_a_user_without_a_home_is_told_where_to_keep_it(monkeypatch):
     def nowhere():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr("ratchet.stores._cache", None)
-    monkeypatch.setattr("ratchet.stores.Path.home", nowhere)
+    monkeypatch.setattr("ratchet.utils.object_store._cache", None)
+    monkeypatch.setattr("ratchet.utils.object_store.Path.home", nowhere)
     assert not compiles()
     with pytest.raises(ConfigError, match="set RATCHET_CACHE"):
         use_kernels(True)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from ratchet.generators.engine.attention import DecodeAttention
-from ratchet.generators.engine.cache import KVCache
-from ratchet.generators.engine.rows import stable_rows
+from ratchet.generators.engine.batch_invariance import stable_rows
+from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
-from ratchet.models.attention import PackedAttention
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
+from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.ops import heads, linear, rms_norm, swiglu
-from ratchet.observe.profile import read_events
+from ratchet.observe.tracing.profiler import read_events
 
 EPS = 1e-5
 SIZES = st.sampled_from([2, 6, 16, 31, 32, 48, 64, 100, 128, 384])

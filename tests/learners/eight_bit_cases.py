@@ -6,16 +6,16 @@ import torch
 from learners import spread_cases
 from learners.spread_cases import SHAPE, made, micros_of, weighed
 
-from ratchet.learners import eight_bit
 from ratchet.learners.config import DTensorConfig
-from ratchet.learners.mesh import Mesh
-from ratchet.learners.optimizer_config import AdamW8bitConfig
-from ratchet.learners.topology import Topology
+from ratchet.learners.distributed.mesh import Mesh
+from ratchet.learners.distributed.topology import Topology
+from ratchet.learners.optim import adamw_8bit
+from ratchet.learners.optim.config import AdamW8bitConfig
 
 
 def goes_on(rank, directory):
     """Three steps, and the same with a checkpoint after the second, from which another learner goes on."""
-    eight_bit.SMALL, spread_cases.OPTIMIZER = 64, AdamW8bitConfig(lr=1e-2)
+    adamw_8bit.SMALL, spread_cases.OPTIMIZER = 64, AdamW8bitConfig(lr=1e-2)
     mesh = Mesh(Topology(shards=2), "cpu")
     whole, resumed = (made(mesh, SHAPE, torch.float32, DTensorConfig(dp_shard=2)) for _ in range(2))
     for step in range(3):

@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
+from ratchet.learners.compute.microbatch_dispatch import deal
+from ratchet.learners.compute.microbatching import plan_microbatches, weighing_rows
 from ratchet.learners.config import LocalConfig, MegatronConfig
-from ratchet.learners.dispatch import deal
+from ratchet.learners.distributed.stage_spec import RoleSpec
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.plan import plan_microbatches, weighing_rows
-from ratchet.learners.specs import RoleSpec
-from ratchet.models.heads import ScalarHead
 from ratchet.models.load import init_policy
-from ratchet.models.origin import Origin
+from ratchet.models.model_source import Origin
+from ratchet.models.scalar_head import ScalarHead
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1, schedule="linear")
 SEED, TOTAL, MICRO = 3, 10, 40

@@ -6,17 +6,17 @@ import pickle
 import torch
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.supervised import SFTConfig
+from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.sft import build_sft
 from ratchet.config.schema import OptimizerConfig
+from ratchet.learners.compute.microbatch_dispatch import deal, light
+from ratchet.learners.compute.microbatching import plan_microbatches
 from ratchet.learners.config import DTensorConfig, LocalConfig
-from ratchet.learners.dispatch import deal, light
-from ratchet.learners.dtensor_models import DTensorModels
+from ratchet.learners.distributed.fsdp_models import DTensorModels
+from ratchet.learners.distributed.stage_spec import RoleSpec
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.plan import plan_microbatches
-from ratchet.learners.specs import RoleSpec
 from ratchet.models.load import of_transformers
-from ratchet.models.origin import Origin
+from ratchet.models.model_source import Origin
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
 TOKENS = 70  # of a micro-batch

@@ -10,7 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.learners.dtensor"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.learners.distributed.fsdp"]
+)
 
 
 def run_ranks(world, target, *arguments, timeout_s=120):

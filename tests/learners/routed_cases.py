@@ -10,8 +10,8 @@ from ratchet.algorithms.policy_gradient import build
 from ratchet.batch import ROUTES
 from ratchet.data.packing import pack
 from ratchet.learners.config import DTensorConfig
-from ratchet.learners.mesh import Mesh
-from ratchet.learners.topology import Topology
+from ratchet.learners.distributed.mesh import Mesh
+from ratchet.learners.distributed.topology import Topology
 
 WANTED = ["logprobs", "values"]
 LAYERS = SHAPE.n_layers - 1

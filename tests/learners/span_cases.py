@@ -5,8 +5,8 @@ from functools import cache
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from ratchet.data.builtin_tokenizers import byte_bpe_tokenizer, byte_tokenizer, character_tokenizer
-from ratchet.data.tokenizer import Tokenizer
+from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer, byte_tokenizer, character_tokenizer
+from ratchet.data.chat.tokenizer import Tokenizer
 
 FRAGMENTS = [
     "hello", "Hello WORLD", "hello there world", " ", "  ", "\n", "\r\n", "\t", "x", "12", " = ", "don't",

@@ -13,18 +13,18 @@ from ratchet.algorithms.policy_gradient import build
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ModelError
+from ratchet.learners.compute.microbatch_dispatch import deal, gather_columns
+from ratchet.learners.compute.microbatching import plan_microbatches, weighing_rows
 from ratchet.learners.config import DTensorConfig, LocalConfig
-from ratchet.learners.dispatch import deal, gather_columns
-from ratchet.learners.dtensor import DTensorLearner, shard_model
-from ratchet.learners.held import fill_held
+from ratchet.learners.distributed.fsdp import DTensorLearner, shard_model
+from ratchet.learners.distributed.mesh import Mesh
+from ratchet.learners.distributed.param_shards import fill_held
+from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.mesh import Mesh
-from ratchet.learners.plan import plan_microbatches, weighing_rows
-from ratchet.learners.topology import Topology
 from ratchet.models.config import DecoderConfig
-from ratchet.models.heads import ScalarHead
 from ratchet.models.load import init_policy
-from ratchet.models.spread import Spread, SpreadPolicy
+from ratchet.models.parallel.sharded_policy import Spread, SpreadPolicy
+from ratchet.models.scalar_head import ScalarHead
 from ratchet.testing.builders import make_group, make_trajectory
 
 VOCAB = 23
@@ -69,7 +69,7 @@ def whole_weights(policy, head):
 def first(shape, dtype, adapter=None):
     """The whole policy and its head, before the first step. shape: a path is of a model that transformers runs."""
     if isinstance(shape, Path):
-        from ratchet.models.auto import TransformersPolicy
+        from ratchet.models.transformers.policy import TransformersPolicy
 
         policy = TransformersPolicy.load(shape, dtype=dtype)
     else:
@@ -196,7 +196,7 @@ def precisions(rank, shape):
 
 def refusals(rank, directory, changes):
     """What a rank says of a model whose plan is changed by each of these tables of rules; None takes a rule away."""
-    from ratchet.models.auto import TransformersPolicy
+    from ratchet.models.transformers.policy import TransformersPolicy
 
     group, said = Mesh(Topology(tensor=2), "cpu").tensor, []
     for rules in changes:

@@ -9,24 +9,24 @@ from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.config.advantages import GroupRelative
 from ratchet.algorithms.config.policy_gradient import GRPOConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
-from ratchet.algorithms.config.supervised import SFTConfig
-from ratchet.algorithms.losses.base import entropy_bonus, nll, value_loss
-from ratchet.algorithms.passes import fill
+from ratchet.algorithms.config.sft import SFTConfig
+from ratchet.algorithms.loss_aggregation import token_mean
+from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
 from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.scoring import fill
 from ratchet.algorithms.sft import build_sft
-from ratchet.algorithms.weightings import token_mean
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
+from ratchet.learners.compute.microbatching import weighing_rows
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.plan import weighing_rows
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.heads import ScalarHead
 from ratchet.models.load import load_policy
 from ratchet.models.policy import DecoderPolicy
+from ratchet.models.scalar_head import ScalarHead
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_learner
 
@@ -115,7 +115,7 @@ def test_gradient_does_not_depend_on_order_or_head_chunks(name):
 def test_chunks_of_the_head_change_nothing(monkeypatch):
     batch, terms = prepared(ALGORITHMS["grpo"])
     whole, _ = gradient(learner(), batch, terms)
-    monkeypatch.setattr("ratchet.learners.forward.rows_per_chunk", lambda *_: 3)
+    monkeypatch.setattr("ratchet.learners.compute.forward.rows_per_chunk", lambda *_: 3)
     chunked, _ = gradient(learner(), batch, terms)
     torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-14)
 
@@ -350,7 +350,7 @@ def test_the_likeliest_tokens_and_the_rest_of_the_mass(top_k, tokens):
 @pytest.mark.parametrize("rows", [3, 10_000])
 def test_distillation_through_the_learner_is_the_kl_of_the_two_models(rows, monkeypatch):
     """Forward KL over the whole vocabulary and over the likeliest tokens, by the models' own softmax; value and gradient."""
-    monkeypatch.setattr("ratchet.learners.forward.rows_per_chunk", lambda *_: rows)
+    monkeypatch.setattr("ratchet.learners.compute.forward.rows_per_chunk", lambda *_: rows)
     batch, teacher = pack(groups()), learner(net=model(seed=4))
     for top_k, all_of_it in ((0, True), (3, False)):
         algorithm = construct(resolve("algorithm", {"kind": "distill_off_policy", "teacher": "x", "top_k": top_k or None}))

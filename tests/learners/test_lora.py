@@ -11,19 +11,19 @@ from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.config.preference import DPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.algorithms.preference import build_pairs
-from ratchet.checkpoint.state import load_state
+from ratchet.checkpoint.serialization import load_state
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import CheckpointError
-from ratchet.learners.base_view import BaseView
+from ratchet.learners.compute.forward import Forward
 from ratchet.learners.config import LocalConfig
-from ratchet.learners.forward import Forward
 from ratchet.learners.local import LocalLearner
+from ratchet.learners.lora_reference import BaseView
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.lora import Adapter, of_adapter
-from ratchet.roles import make_roles
+from ratchet.models.lora.decoder import Adapter, of_adapter
+from ratchet.training.roles import make_roles
 
 SHAPE = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 24, init_std=0.3)
 LORA = LoRAConfig(rank=2, alpha=4.0)

@@ -9,12 +9,12 @@ from learners.ranks import run_ranks
 from learners.spread_cases import assembled
 from learners.test_megatron import SEQUENCE, by_case, check_alike, world
 
-from ratchet.checkpoint.dcp import DcpFiles
+from ratchet.commands.convert.dcp import DcpFiles
 from ratchet.config.schema import LoRAConfig
-from ratchet.models.adapters import load_adapter
-from ratchet.models.layout import PEFT
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.lora import Adapter, merged
+from ratchet.models.lora.decoder import Adapter, merged
+from ratchet.models.lora.files import load_adapter
+from ratchet.models.weights.weight_layout import PEFT
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("megatron")]
 

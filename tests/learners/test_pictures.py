@@ -11,7 +11,7 @@ from pictures import FAMILIES, dialogues, model_directory, renderer
 
 from ratchet.data.packing import pack
 from ratchet.errors import CheckpointError
-from ratchet.learners.dispatch import light
+from ratchet.learners.compute.microbatch_dispatch import light
 from ratchet.models.load import load_policy
 from ratchet.testing.builders import make_group
 from ratchet.types import Trajectory

@@ -8,7 +8,7 @@ from learners.ranks import run_ranks
 from learners.spread_cases import VOCAB, alone, check_alike
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ratchet.learners.topology import Topology
+from ratchet.learners.distributed.topology import Topology
 
 STEPS = 2
 SHAPE = {

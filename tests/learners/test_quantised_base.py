@@ -6,20 +6,20 @@ import asyncio
 import pytest
 import torch
 from learners.test_local import ALGORITHMS, VOCAB, groups, prepared
-from links.components import ENGINE
-from links.test_adapters import furthest
+from weight_sync.components import ENGINE
+from weight_sync.test_adapters import furthest
 
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.generators.engine.engine import Engine
-from ratchet.learners.base_view import BaseView
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.links.ends import Intake, OneRank, Outlet
-from ratchet.links.shared_memory import SharedMemoryLink
+from ratchet.learners.lora_reference import BaseView
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.lora import Adapter, of_adapter
+from ratchet.models.lora.decoder import Adapter, of_adapter
+from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 SHAPE = DecoderConfig(VOCAB, 32, 2, 2, 1, 16, 48, init_std=0.15)
 FORMS = ["float8", pytest.param("nf4", marks=pytest.mark.needs("bitsandbytes"))]

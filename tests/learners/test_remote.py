@@ -8,18 +8,18 @@ from learners.spread_cases import SHAPE, SPARSE, VOCAB, groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.passes import fill
-from ratchet.config.kinds import construct, resolve
+from ratchet.algorithms.scoring import fill
+from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
-from ratchet.executors.cluster import Need
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
+from ratchet.executors.placement import Need
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.origin import Origin
-from ratchet.roles import make_roles
+from ratchet.models.model_source import Origin
+from ratchet.training.roles import make_roles
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=1, schedule="linear", ema_decay=0.9)
 
@@ -44,7 +44,8 @@ class Ranks:
         group = self.executor.group(role)
         self.groups.append(group)
         group.build_now(
-            "ratchet.learners.rank:LearnerRank", {"learner": {"kind": "dtensor", **options}, "origin": origin, "double": True}
+            "ratchet.learners.distributed.worker:LearnerRank",
+            {"learner": {"kind": "dtensor", **options}, "origin": origin, "double": True},
         )
         return group
 

@@ -7,7 +7,7 @@ import torch
 from learners.ranks import run_ranks
 from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, check_alike
 
-from ratchet.learners.topology import Topology
+from ratchet.learners.distributed.topology import Topology
 
 STEPS = 2
 TOPOLOGIES = {

@@ -5,11 +5,11 @@ import torch
 from learners.ranks import run_ranks
 from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, check_alike, first
 
-from ratchet.checkpoint.blocks import Blocks
+from ratchet.checkpoint.sharded import Blocks
 from ratchet.config.schema import LoRAConfig
-from ratchet.learners.topology import Topology
-from ratchet.models.layout import PEFT
-from ratchet.models.lora import Adapter
+from ratchet.learners.distributed.topology import Topology
+from ratchet.models.lora.decoder import Adapter
+from ratchet.models.weights.weight_layout import PEFT
 
 STEPS = 3
 ADAPTER = Adapter(LoRAConfig(rank=2, alpha=4.0), seed=5)

@@ -8,10 +8,10 @@ from learners.ranks import run_ranks
 from learners.routed_cases import WANTED, routed
 from learners.spread_cases import OPTIMIZER, SPARSE, first
 
+from ratchet.learners.compute.microbatch_dispatch import gather_columns
 from ratchet.learners.config import LocalConfig
-from ratchet.learners.dispatch import gather_columns
+from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.topology import Topology
 
 REPLAYED = {"replay": True, "measure": False}
 LOSSES = {"replay": True, "balance_coef": 0.3, "z_coef": 0.1}

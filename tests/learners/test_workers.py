@@ -10,7 +10,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.heads import ScalarHead
+from ratchet.models.scalar_head import ScalarHead
 from ratchet.testing.conformance import check_learner
 
 

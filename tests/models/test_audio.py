@@ -12,15 +12,15 @@ import torch
 from learners.picture_cases import local
 
 from ratchet.batch import Batch
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer import load_tokenizer
 from ratchet.data.packing import pack
 from ratchet.data.processor import load_processor
-from ratchet.data.renderer import Renderer
-from ratchet.data.tokenizer import load_tokenizer
 from ratchet.generators.config import HFConfig
 from ratchet.generators.hf import HFGenerator
 from ratchet.models.load import load_policy
-from ratchet.models.vision import VisionPolicy
+from ratchet.models.transformers.multimodal_policy import VisionPolicy
 from ratchet.testing.builders import make_group
 from ratchet.types import Message, Part, Sampling, Trajectory
 

@@ -24,7 +24,7 @@ def test_auto_takes_our_decoder_where_it_can(saved):
 
 
 def test_auto_takes_transformers_elsewhere(reference, tmp_path):
-    from ratchet.models.auto import TransformersPolicy
+    from ratchet.models.transformers.policy import TransformersPolicy
 
     shape = {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
     reference("gpt2", shape=shape).save_pretrained(tmp_path)
@@ -111,7 +111,7 @@ raise SystemExit("transformers" in sys.modules)
 
 
 def test_shapes_and_presets_need_no_torch():
-    code = "import sys, ratchet.models.presets, ratchet.models.files; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, ratchet.models.presets, ratchet.utils.atomic_files; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

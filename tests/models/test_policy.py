@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ratchet.models.feeds import _by_length
+from ratchet.models.layers.packed_inputs import _by_length
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.presets import preset
 

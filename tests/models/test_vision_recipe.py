@@ -3,11 +3,11 @@
 import pytest
 from pictures import asked, model_directory, picture
 
-from ratchet.assemble import build_policy
 from ratchet.config.loader import load_config
 from ratchet.errors import DataError, ModelError
-from ratchet.executors.machine import freeze
-from ratchet.models.vision import VisionPolicy
+from ratchet.executors.freeze import freeze
+from ratchet.models.transformers.multimodal_policy import VisionPolicy
+from ratchet.training.from_config import build_policy
 
 RECIPE = """\
 model: {{path: {model}, towers: {towers}}}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.observe.files import AppendFile, open_plain
+from ratchet.observe.write_files import AppendFile, open_plain
 
 
 def delete(path: Path) -> None:

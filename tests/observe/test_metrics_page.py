@@ -13,20 +13,16 @@ from typing import Any
 import pytest
 from observe.test_system import Nvml
 
-from ratchet.assemble import build_policy, build_run
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.evals.results import Attempt, Prompt, Results
-from ratchet.experience.measure import SPREADS, measure_groups, measure_staleness, spread_attempts
-from ratchet.generation import link_of
+from ratchet.experience.rollout.metrics import SPREADS, measure_groups, measure_staleness, spread_attempts
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.router import Router
-from ratchet.generators.workers_config import WorkersConfig
-from ratchet.learners.metered import Spent
-from ratchet.links.make import Between
-from ratchet.loop import train
-from ratchet.models.cost import Cost
+from ratchet.generators.workers.config import WorkersConfig
+from ratchet.generators.workers.pool import Router
+from ratchet.learners.compute.flop_counter import Spent
+from ratchet.models.flops import Cost
 from ratchet.models.presets import preset
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.sinks import histograms_of
@@ -34,9 +30,13 @@ from ratchet.observe.system import SystemMeter
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
-from ratchet.testing.updates import Update, differentiated
-from ratchet.tools.metering import Meter
+from ratchet.testing.synthetic_update import Update, differentiated
+from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.generator_workers import link_of
+from ratchet.training.loop import train
+from ratchet.training.metering import Meter
 from ratchet.types import Failed, Scored
+from ratchet.weight_sync.factory import Between
 
 TEACHER = {"teacher": "nowhere"}
 NEEDED: dict[str, dict[str, Any]] = {

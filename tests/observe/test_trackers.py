@@ -22,7 +22,7 @@ from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
 from ratchet.observe.sinks import Metrics, read_jsonl
 from ratchet.observe.trackers import PrometheusSink, Tracked, finite, flat, run_id, track
-from ratchet.tools.train import resume_run, start_run
+from ratchet.training.session import resume_run, start_run
 
 NAME = "rollout/length_histogram"
 LENGTHS = Histogram(edges=(0.0, 1.0, 2.0, 4.0), counts=(1, 0, 2), lowest=0.5, highest=3.0, total=6.5, squares=18.25)
@@ -53,7 +53,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from observe.test_trackers import STEPS, tracked
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 
 kind, path, mode = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 section = resolve("sink", {"kind": kind} | ({"mode": mode[0]} if mode else {}))
@@ -215,7 +215,7 @@ logging: {progress: "off", sinks: [{kind: mlflow}, {kind: prometheus, port: null
 def test_a_run_and_its_resumption_are_one_run_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, path = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(RECIPE.replace("FILE", str(tmp_path / "ratchet.prom")))
-    monkeypatch.setattr("ratchet.tools.train.train", failing_after(2))
+    monkeypatch.setattr("ratchet.training.session.train", failing_after(2))
     with pytest.raises(KeyboardInterrupt):
         start_run(recipe, [], path, command="train")
     monkeypatch.undo()
@@ -230,7 +230,7 @@ def test_a_run_and_its_resumption_are_one_run_there(tmp_path: Path, monkeypatch:
 
 
 def failing_after(steps: int) -> Any:
-    from ratchet import loop
+    from ratchet.training import loop
 
     async def broken(run: Any) -> None:
         after = run.after

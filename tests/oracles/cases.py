@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 from ratchet.types import Cancelled, Failed, Group, Message, Outcome, Owner, Scored, Task, Trajectory, Truncated, Turn
 
 VOCAB = 5

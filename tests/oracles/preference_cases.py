@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 from ratchet.types import Group
 
 LOGPROBS = st.floats(-4.0, -0.01)

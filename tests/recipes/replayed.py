@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ratchet.assemble import build_policy, build_run, start_processes
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
-from ratchet.executors.machine import freeze
-from ratchet.interfaces import Executor
-from ratchet.loop import train
+from ratchet.executors.freeze import freeze
+from ratchet.protocols import Executor
+from ratchet.training.from_config import build_policy, build_run, start_processes
+from ratchet.training.loop import train
 from ratchet.types import Group
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ratchet.tools.train import start_run
+from ratchet.training.session import start_run
 
 
 @pytest.mark.slow

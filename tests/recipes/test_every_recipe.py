@@ -14,10 +14,10 @@ import pytest
 
 from ratchet.config.loader import load_config
 from ratchet.config.schema import StageConfig
-from ratchet.data.builtin_tokenizers import character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
-from ratchet.tools.train import start_run
+from ratchet.training.session import start_run
 from ratchet.types import Owner
 
 ROOT = Path(__file__).resolve().parents[2]

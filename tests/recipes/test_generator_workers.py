@@ -6,15 +6,15 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from ratchet.assemble import build_policy, build_run, check_stages, start_processes
-from ratchet.config.kinds import resolve
+from ratchet.config.checks.stages import conflicts
+from ratchet.config.resolve import resolve
 from ratchet.config.schema import RunConfig
-from ratchet.config.validate import conflicts
 from ratchet.errors import ConfigError
 from ratchet.executors.config import LocalClusterConfig
+from ratchet.executors.freeze import freeze
 from ratchet.executors.local import LocalExecutor
-from ratchet.executors.machine import freeze
-from ratchet.loop import train
+from ratchet.training.from_config import build_policy, build_run, check_stages, start_processes
+from ratchet.training.loop import train
 
 RECIPE = {
     "name": "probe",

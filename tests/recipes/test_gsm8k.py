@@ -5,10 +5,10 @@ import json
 import pytest
 
 from ratchet.config.loader import load_config
-from ratchet.data.builtin_tokenizers import byte_bpe_tokenizer
+from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
-from ratchet.tools.train import start_run
+from ratchet.training.session import start_run
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from ratchet.tools.train import start_run
+from ratchet.training.session import start_run
 
 
 @pytest.mark.slow

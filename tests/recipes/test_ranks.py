@@ -6,9 +6,9 @@ from functools import cache
 import pytest
 from recipes.replayed import TOPOLOGIES, after_sft, assert_alike, made
 
-from ratchet.assemble import build_policy
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
+from ratchet.training.from_config import build_policy
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.assemble import build_reward
-from ratchet.config.kinds import resolve
+from ratchet.config.resolve import resolve
 from ratchet.errors import ConfigError
+from ratchet.rewards.answers.final_answer import last_boxed, marked_answer, same_answer
+from ratchet.rewards.answers.format import Format
+from ratchet.rewards.answers.length import Length
+from ratchet.rewards.answers.multiple_choice import MultipleChoice
+from ratchet.rewards.answers.regex import Regex
+from ratchet.rewards.answers.similarity import Similarity, common_subsequence
 from ratchet.rewards.config import FormatConfig, LengthConfig, MultipleChoiceConfig, RegexConfig, SimilarityConfig
-from ratchet.rewards.extract import last_boxed, marked_answer, same_answer
-from ratchet.rewards.format import Format
-from ratchet.rewards.length import Length
-from ratchet.rewards.multiple_choice import MultipleChoice
-from ratchet.rewards.regex import Regex
-from ratchet.rewards.similarity import Similarity, common_subsequence
 from ratchet.testing import answered, check_reward, conversation
 from ratchet.testing.builders import make_trajectory
+from ratchet.training.from_config import build_reward
 from ratchet.types import Failed, Message, Task, Truncated
 
 

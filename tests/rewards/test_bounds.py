@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import construct, resolve
 from ratchet.rewards.base import PerTrajectory
 from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task

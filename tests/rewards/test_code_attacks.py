@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from ratchet.rewards.code import Code
+from ratchet.rewards.code.reward import Code
 from ratchet.rewards.config import CodeConfig
 from ratchet.testing import answered
 from ratchet.types import Scored, Task

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from ratchet.rewards.code import Code
-from ratchet.rewards.code_tests import evaluated_answer
+from ratchet.rewards.code.eval_in_tests import evaluated_answer
+from ratchet.rewards.code.reward import Code
 from ratchet.rewards.config import CodeConfig
 from ratchet.testing import answered
 from ratchet.types import Failed, Scored, Task
@@ -171,7 +171,7 @@ def test_tests_that_are_not_the_same_twice_are_refused(reward, name):
 
 def test_a_program_that_leads_the_tests_on_earns_its_zero(reward, monkeypatch):
     """Every answer leads to another call, which is no fault of the tests."""
-    monkeypatch.setattr("ratchet.rewards.code_function.MAX_ROUNDS", 5)
+    monkeypatch.setattr("ratchet.rewards.code.function_tests.MAX_ROUNDS", 5)
     chain = check("x = 0", "while x < 100: x = candidate(x) + 1 if candidate(x) != x else x + 50")
     assert judge(reward, chain + "    assert x == 7\n", "def f(x): return x").reward == 0.0
     endless = check("x = 0", "while not candidate(x): x += 1", "assert x == 3")

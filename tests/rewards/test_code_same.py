@@ -10,7 +10,7 @@ import pytest
 from sandbox.test_attacks import need
 from sandbox.test_determinism import fixed_addresses
 
-from ratchet.rewards.code import Code
+from ratchet.rewards.code.reward import Code
 from ratchet.rewards.config import CodeConfig
 from ratchet.sandbox import Isolation, Limits, LocalSandbox
 from ratchet.testing import answered

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ratchet.rewards.code_inside import Anything, Unplain, decode, defines, encode
+from ratchet.rewards.code.sandbox_program import Anything, Unplain, decode, defines, encode
 
 ATOMS = [None, True, 0, -1, 2**53, -(2**200), 0.1, -0.0, math.inf, 1 + 2j, "", "ß\ud800\0", b"\xff"]
 NESTED = [[], [1, [2]], (), ((1,), "x"), set(), {1, "a"}, frozenset({(1, 2)}), {}, {1: 2, (1, "x"): [3]}, [True, 1, 1.0]]

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from pages import run, written
 
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import resolve, section_class
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import resolve, section_class
 
 
 @pytest.fixture
@@ -18,7 +18,11 @@ def page(repository, tmp_path):
 @pytest.mark.slow
 def test_your_own_reward_trains_and_keeps_the_contract(page, tmp_path):
     assert all(len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values())
-    run(tmp_path, "-c", "import sys; from ratchet.cli import main; sys.argv = ['ratchet', 'train', 'my_recipe.yaml']; main()")
+    run(
+        tmp_path,
+        "-c",
+        "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', 'my_recipe.yaml']; main()",
+    )
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     for name in ("brief", "brief/right"):
         assert f'reward/{name}"' in metrics.read_text(encoding="utf-8")

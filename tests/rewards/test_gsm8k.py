@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from ratchet.environments.config import GSM8KConfig
-from ratchet.environments.gsm8k import GSM8K
+from ratchet.environments.datasets.gsm8k import GSM8K
+from ratchet.rewards.answers.math import Math
+from ratchet.rewards.answers.numeric import NumericAnswer, final_number, read_number
 from ratchet.rewards.config import MathConfig, NumericAnswerConfig
-from ratchet.rewards.math import Math
-from ratchet.rewards.numeric import NumericAnswer, final_number, read_number
 from ratchet.testing import answered
 
 STYLES = ["{}", "#### {}", "So the answer is {}.", "It costs ${} in all.", "\\boxed{{{}}}", "**{}**"]

@@ -8,18 +8,18 @@ import pytest
 import torch
 import yaml
 
-from ratchet.config.kinds import construct, resolve
-from ratchet.data.builtin_tokenizers import byte_tokenizer, character_tokenizer
-from ratchet.data.renderer import Renderer
+from ratchet.config.resolve import construct, resolve
+from ratchet.data.chat.builtin_tokenizers import byte_tokenizer, character_tokenizer
+from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import ModelError
-from ratchet.experience.episode import Player
-from ratchet.interfaces import Step
-from ratchet.models.heads import ScalarHead, save_head
+from ratchet.experience.rollout.episode import Player
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
+from ratchet.models.scalar_head import ScalarHead, save_head
+from ratchet.protocols import Step
 from ratchet.testing import answered, check_reward
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
-from ratchet.tools.train import start_run
+from ratchet.training.session import start_run
 from ratchet.types import Cancelled, Failed, Message, Sampling, Scored, Task, Truncated
 
 TASK = Task("t/0", (Message("user", "31="),), answer="13")

@@ -10,7 +10,7 @@ import stat
 import sys
 from pathlib import Path
 
-from ratchet.sandbox.inside import kernel
+from ratchet.sandbox.inside import syscalls
 
 NOBODY = 65534
 
@@ -20,18 +20,18 @@ def open_the_way(prefix: str) -> None:
     closed = [folder for folder in reversed(Path(prefix).parents) if not folder.stat().st_mode & stat.S_IXOTH]
     if not closed:
         return
-    kernel.unshare(kernel.NEWNS)
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    syscalls.unshare(syscalls.NEWNS)
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     held = os.open(prefix, os.O_PATH)
-    kernel.mount("way", str(closed[0]), "tmpfs", 0, "size=1m,mode=755")
+    syscalls.mount("way", str(closed[0]), "tmpfs", 0, "size=1m,mode=755")
     os.makedirs(prefix)
-    kernel.mount(f"/proc/self/fd/{held}", prefix, None, kernel.MS_BIND | kernel.MS_REC)
+    syscalls.mount(f"/proc/self/fd/{held}", prefix, None, syscalls.MS_BIND | syscalls.MS_REC)
     os.close(held)
 
 
 def forbid_namespaces() -> None:
     """As many containers do. The limit is a user namespace's own, so this touches nobody else."""
-    kernel.unshare(kernel.NEWUSER)
+    syscalls.unshare(syscalls.NEWUSER)
     settings = {"self/setgroups": "deny", "self/uid_map": f"{NOBODY} {NOBODY} 1", "self/gid_map": f"{NOBODY} {NOBODY} 1"}
     for name, text in (settings | {"sys/user/max_user_namespaces": "0"}).items():
         Path("/proc", name).write_text(text)
@@ -44,7 +44,7 @@ if __name__ == "__main__":
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     if len(words) < len(sys.argv) - 1:
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self belongs to root
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # or /proc/self belongs to root
         forbid_namespaces()
     os.chdir("/")
     os.execve(sys.executable, [sys.executable, *words], {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from sandbox.fake_docker import OURS, PYTHON, Container, FakeDocker
 
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, passed
 from ratchet.sandbox.base import TooLarge
 from ratchet.sandbox.config import DockerSandboxConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result, passed
-from ratchet.sandbox.slot import ENVIRONMENT
+from ratchet.sandbox.fork_server_client import ENVIRONMENT
 
 PATIENT = Limits(wall_s=60, cpu_s=30)
 

@@ -8,7 +8,7 @@ import os
 import pytest
 from sandbox.fake_remote import FakeRemote
 
-from ratchet.config.kinds import construct, resolve
+from ratchet.config.resolve import construct, resolve
 from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, passed
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.remote import RemoteSandbox

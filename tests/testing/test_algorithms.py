@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.advantages.common import mean_by, spread
-from ratchet.algorithms.advantages.group import group_relative
+from ratchet.algorithms.advantages.group_baselines import group_relative
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.loss_aggregation import sequence_mean, token_mean, token_sum
 from ratchet.algorithms.losses.policy import reinforce
 from ratchet.algorithms.properties import PROPERTIES
-from ratchet.algorithms.weightings import sequence_mean, token_mean, token_sum
 from ratchet.batch import Batch
-from ratchet.config.builtin import KINDS
-from ratchet.config.kinds import section_class
-from ratchet.interfaces import Outputs
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import section_class
+from ratchet.protocols import Outputs
 from ratchet.testing.algorithms import INVARIANCES, check_algorithm, examine
-from ratchet.testing.named import built_in, properties_page
+from ratchet.testing.check_command import built_in, properties_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms" / "properties.md"
 
@@ -105,7 +105,7 @@ def test_options_keep_what_is_promised(name: str):
 
 
 def test_the_page_of_properties_says_what_the_algorithms_say():
-    """Where it doesn't, write `ratchet.testing.named.properties_page()` there."""
+    """Where it doesn't, write `ratchet.testing.check_command.properties_page()` there."""
     assert PAGE.read_text(encoding="utf-8") == properties_page()
 
 

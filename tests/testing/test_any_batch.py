@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config.builtin import KINDS
+from ratchet.config.registry import KINDS
 from ratchet.testing.algorithms import CHECKS, INVARIANCES, Case
-from ratchet.testing.named import built_in
+from ratchet.testing.check_command import built_in
 from ratchet.testing.synthetic import Draw
 
 DRAWS = st.builds(Draw, seed=st.integers(0, 2**32 - 1), longest=st.sampled_from([0, 0, 16]))

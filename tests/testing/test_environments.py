@@ -14,9 +14,9 @@ import pytest
 
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.errors import DataError
-from ratchet.interfaces import Step
+from ratchet.protocols import Step
+from ratchet.rewards.answers.exact_match import ExactMatch
 from ratchet.rewards.config import ExactMatchConfig
-from ratchet.rewards.exact_match import ExactMatch
 from ratchet.testing import check_environment
 from ratchet.types import Message
 

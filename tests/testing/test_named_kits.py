@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from ratchet.cli import app
+from ratchet.cli.main import app
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.types import Scored
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from ratchet.rewards.answers.exact_match import ExactMatch
 from ratchet.rewards.base import FunctionReward, answer_text
 from ratchet.rewards.config import ExactMatchConfig
-from ratchet.rewards.exact_match import ExactMatch
 from ratchet.testing import check_reward
 from ratchet.types import Message, Scored, Task
 

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ratchet.algorithms.config.base import Chosen, Part
-from ratchet.config.kinds import Slot
+from ratchet.config.resolve import Slot
 
-GROUP = "ratchet.algorithms.advantages.group"
-TEMPORAL = "ratchet.algorithms.advantages.temporal"
+GROUP = "ratchet.algorithms.advantages.group_baselines"
+TEMPORAL = "ratchet.algorithms.advantages.per_turn"
 
 Scale = Literal["std", "none"]
 ScaleField = Annotated[Scale, Field(description="Divide by the standard deviation (ddof 1) or not.")]

@@ -56,7 +56,7 @@ class Part(Section):
     `ratchet.algorithms.properties`) that an algorithm with this part does not have, with the reason.
     """
 
-    builds: ClassVar[str] = "ratchet.algorithms.parts:bind"
+    builds: ClassVar[str] = "ratchet.algorithms.config_binding:bind"
     function: ClassVar[str]
     reads: ClassVar[frozenset[str]] = frozenset()
     exempt: ClassVar[Mapping[str, str]] = {}

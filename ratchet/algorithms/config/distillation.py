@@ -19,7 +19,7 @@ MIXED = ("js", "skewed_forward", "skewed_reverse", "mixed")
 class DistillationConfig(AlgorithmConfig):
     """What both kinds share."""
 
-    builds: ClassVar[str] = "ratchet.algorithms.distill:build"
+    builds: ClassVar[str] = "ratchet.algorithms.distillation:build"
 
     teacher: Teacher = Field(description="Directory of the teacher's model, or one by task tag.")
     objective: Objective = "forward"

@@ -34,7 +34,7 @@ from ratchet.algorithms.config.policy_losses import (
     StaleCorrectionConfig,
 )
 from ratchet.config.base import Section
-from ratchet.config.kinds import Slot
+from ratchet.config.resolve import Slot
 
 Advantage = Annotated[Chosen, Slot("advantage")]
 Loss = Annotated[Chosen, Slot("policy_loss")]

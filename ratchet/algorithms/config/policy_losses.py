@@ -128,7 +128,7 @@ Denominator = Literal["all", "kept"]
 class CorrectionConfig(Part):
     """For sampler and learner that disagree: weights and masks by the ratio of their probabilities."""
 
-    function: ClassVar[str] = "ratchet.algorithms.correction:correct"
+    function: ClassVar[str] = "ratchet.algorithms.rollout_correction:correct"
 
     weight: At = Field(default="token", description="Level of the importance weight; geometric: the mean over the answer.")
     weight_low: float = Field(default=0.0, ge=0, description="Least weight.")

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.losses.common import Metrics
 from ratchet.batch import Batch
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 
 Objective = Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"]
 

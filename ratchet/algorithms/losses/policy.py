@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.losses.base import Metrics, row_mean, row_sum
+from ratchet.algorithms.losses.common import Metrics, row_mean, row_sum
 from ratchet.algorithms.ratios import bounded_ratio, k3
 from ratchet.batch import Batch
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 
 
 def clipped_surrogate(

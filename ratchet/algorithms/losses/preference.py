@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.losses.base import Metrics, row_mean, row_sum
+from ratchet.algorithms.losses.common import Metrics, row_mean, row_sum
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 
 Normalize = Literal["sum", "mean"]
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ratchet.algorithms.losses.base import Metrics
+from ratchet.algorithms.losses.common import Metrics
 from ratchet.algorithms.losses.preference import pairs, rewards_of, right
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.interfaces import Outputs
+from ratchet.protocols import Outputs
 
 
 def bradley_terry(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:

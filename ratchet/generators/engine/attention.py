@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratchet.generators.engine.cache import KVCache
+from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
 
 TILE = 128  # tokens; MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens on)

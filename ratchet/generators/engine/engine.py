@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from ratchet.errors import ModelError
+from ratchet.generators.async_engine import Front
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.cache import default_budget
-from ratchet.generators.engine.rows import stable_rows
+from ratchet.generators.engine.batch_invariance import stable_rows
+from ratchet.generators.engine.kv_cache import default_budget
 from ratchet.generators.engine.scheduler import GIB, Limits, Scheduler
-from ratchet.generators.engine.stopping import TextDecoder
-from ratchet.generators.front import Front
-from ratchet.models.adapters import load_adapter
+from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.models.decoder import Decoder
-from ratchet.models.hf import canonical_weights
+from ratchet.models.lora.files import load_adapter
 from ratchet.models.policy import DecoderPolicy, PolicyModel
+from ratchet.models.weights.hf_weights import canonical_weights
 
 
 class Engine(Front):

@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.errors import ConfigError, ModelError, RequestFailed
-from ratchet.generators.engine.adapters import Bank
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
-from ratchet.generators.engine.cache import KVCache
-from ratchet.generators.engine.compiled import CompiledDecoder
+from ratchet.generators.engine.compiled_decode import CompiledDecoder
+from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.generators.engine.layout import ceil_to, counting, spans
+from ratchet.generators.engine.multi_lora import Bank
+from ratchet.generators.engine.running_requests import Active, Slots
 from ratchet.generators.engine.sampling import draw, uniforms
-from ratchet.generators.engine.slots import Active, Slots
 from ratchet.generators.faults import blame, first_broken, uncomputable
-from ratchet.generators.requests import PromptKey, Request
+from ratchet.generators.request import PromptKey, Request
 from ratchet.models.decoder import Decoder
-from ratchet.models.routing import Record
+from ratchet.models.layers.expert_routing import Record
 from ratchet.types import StopReason
 
 GIB = 2**30

@@ -23,23 +23,23 @@ from torch import Tensor, nn
 
 from ratchet.batch import Batch
 from ratchet.config.schema import OptimizerConfig
-from ratchet.interfaces import Exported, LossTerm, Shard
+from ratchet.learners.compute.forward import logits_mib
 from ratchet.learners.config import MegatronConfig
+from ratchet.learners.distributed.base import RankForward, RankLearner
+from ratchet.learners.distributed.frozen_fingerprint import fingerprint_of_ranks
+from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.export import HEAD, export_blocks
-from ratchet.learners.forward import logits_mib
 from ratchet.learners.megatron.state import load_state, save_state
-from ratchet.learners.pace import Pace
-from ratchet.learners.rank_learner import RankForward, RankLearner
-from ratchet.learners.resting import fingerprint_of_ranks
-from ratchet.learners.topology import Topology
+from ratchet.learners.optim.step_policy import Pace
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Place, megatron_layout
-from ratchet.models.feeds import Feed
-from ratchet.models.heads import ScalarHead
-from ratchet.models.layout import shards
+from ratchet.models.layers.expert_routing import Watch
+from ratchet.models.layers.packed_inputs import Feed
 from ratchet.models.megatron.blocks import of_model
 from ratchet.models.megatron.policy import MegatronPolicy
-from ratchet.models.routing import Watch
+from ratchet.models.scalar_head import ScalarHead
+from ratchet.models.weights.weight_layout import shards
+from ratchet.protocols import Exported, LossTerm, Shard
 
 Ending = Callable[[int, Tensor], Any]  # (micro-batch, its hidden states [T, d]) -> what the schedule wants of the last stage
 

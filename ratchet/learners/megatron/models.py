@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from ratchet.config.kinds import resolve
+from ratchet.config.resolve import resolve
 from ratchet.errors import ModelError
 from ratchet.learners.config import MegatronConfig
+from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.topology import megatron_sizes, topology_of
 from ratchet.learners.megatron.learner import MegatronLearner
-from ratchet.learners.specs import RoleSpec
-from ratchet.learners.topology import megatron_sizes, topology_of
 from ratchet.models.megatron.build import begin, end
 from ratchet.models.megatron.policy import MegatronPolicy
-from ratchet.models.megatron_sizes import Fp8
-from ratchet.models.origin import Origin
+from ratchet.models.megatron.sizes import Fp8
+from ratchet.models.model_source import Origin
 from ratchet.models.policy import PolicyModel
 
 

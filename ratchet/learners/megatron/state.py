@@ -20,8 +20,8 @@ from torch.distributed import checkpoint
 
 from ratchet.checkpoint.manifest import MEGATRON
 from ratchet.errors import CheckpointError
-from ratchet.learners.pace import Pace
-from ratchet.models.adapters import check_base
+from ratchet.learners.optim.step_policy import Pace
+from ratchet.models.lora.files import check_base
 from ratchet.models.megatron.blocks import of_model
 from ratchet.models.megatron.policy import MegatronPolicy
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import ModelError
-from ratchet.interfaces import Shard
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.rules import Rule
 from ratchet.models.convert.tables import DUPLICATED, EMBEDDING, FINAL_NORM, FUSED, GROUPED, HEAD, TIED_HEAD, Rules, table_of
-from ratchet.models.hf import some
-from ratchet.models.layout import Piece, shards
-from ratchet.models.origin import Read
-from ratchet.models.parts import Part, Share, check_even, nearest
+from ratchet.models.model_source import Read
+from ratchet.models.parallel.sharding import Part, Share, check_even, nearest
+from ratchet.models.weights.hf_weights import some
+from ratchet.models.weights.weight_layout import Piece, shards
+from ratchet.protocols import Shard
 
 Layout = Mapping[str, tuple[Piece, ...]]
 

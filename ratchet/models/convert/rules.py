@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.layout import Piece
-from ratchet.models.parts import Share
+from ratchet.models.parallel.sharding import Share
+from ratchet.models.weights.weight_layout import Piece
 
 WRITTEN = re.compile(r"(\S+) \[(\w+(?:, \w+)*)\]")
 

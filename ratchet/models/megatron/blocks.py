@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Layout, Place, fill, megatron_layout
-from ratchet.models.layout import Piece
-from ratchet.models.lora import of_adapter
+from ratchet.models.lora.decoder import of_adapter
 from ratchet.models.megatron.build import Stage
 from ratchet.models.megatron.low_rank import Factors
-from ratchet.models.megatron_sizes import Sizes
-from ratchet.models.origin import Read
-from ratchet.models.parts import Share
+from ratchet.models.megatron.sizes import Sizes
+from ratchet.models.model_source import Read
+from ratchet.models.parallel.sharding import Share
+from ratchet.models.weights.weight_layout import Piece
 
 SCALAR = "scalar."  # the scalar head's parameters, in a stage
 

@@ -19,14 +19,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ratchet.models.collectives import gather
 from ratchet.models.config import DecoderConfig
-from ratchet.models.feeds import Feed
-from ratchet.models.heads import ScalarHead
+from ratchet.models.layers.expert_routing import Routing
+from ratchet.models.layers.packed_inputs import Feed
+from ratchet.models.layers.rope import RotaryTable
 from ratchet.models.megatron.parts import Packed, RMSNorm, layer_spec
-from ratchet.models.megatron_sizes import Fp8, Sizes, padded_vocabulary
-from ratchet.models.rope import RotaryTable
-from ratchet.models.routing import Routing
+from ratchet.models.megatron.sizes import Fp8, Sizes, padded_vocabulary
+from ratchet.models.parallel.collectives import gather
+from ratchet.models.scalar_head import ScalarHead
 
 TIMEOUT = timedelta(minutes=30)
 

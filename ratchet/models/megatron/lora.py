@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ratchet.models.layout import Piece
-from ratchet.models.lora import Adapter, begin
-from ratchet.models.lora_targets import targets_of
+from ratchet.models.lora.decoder import Adapter, begin
+from ratchet.models.lora.targets import targets_of
 from ratchet.models.megatron.blocks import adapter_layout, layout_of
 from ratchet.models.megatron.build import Stage
 from ratchet.models.megatron.low_rank import Adapted, ParallelLowRank
-from ratchet.models.megatron_sizes import Sizes
+from ratchet.models.megatron.sizes import Sizes
+from ratchet.models.weights.weight_layout import Piece
 
 
 def attach(stages: Sequence[Stage], sizes: Sizes, adapter: Adapter) -> None:

@@ -28,8 +28,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from ratchet.config.schema import LoRAConfig
-from ratchet.models.layout import Piece, factor_of
-from ratchet.models.low_rank import SeededDropout, Switched, side_by_side
+from ratchet.models.lora.layers import SeededDropout, Switched, side_by_side
+from ratchet.models.weights.weight_layout import Piece, factor_of
 
 FACTORS = ("lora_A", "lora_B")
 

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Attend
-from ratchet.models.low_rank import SeededDropout
+from ratchet.models.layers.expert_routing import Route
+from ratchet.models.lora.layers import SeededDropout
 from ratchet.models.megatron.low_rank import Column, Row
 from ratchet.models.ops import rms_norm, rotate
-from ratchet.models.routing import Route
 
 
 @dataclass
@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
 
 
 class Router(TopKRouter):
-    """The arithmetic of `ratchet.models.moe.Router`. route: has the last word, during one forward of its layer."""
+    """The arithmetic of `ratchet.models.layers.moe.Router`. route: has the last word, during one forward of its layer."""
 
     place: int = 0  # among the layers with experts
     route: Route | None = None

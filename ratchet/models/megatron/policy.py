@@ -10,20 +10,20 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from ratchet.models.collectives import Group, sum_backward
 from ratchet.models.config import DecoderConfig
-from ratchet.models.feeds import Feed
-from ratchet.models.hf import Savable, save_shape
-from ratchet.models.lora import Adapter
+from ratchet.models.layers.expert_routing import Routing
+from ratchet.models.layers.packed_inputs import Feed
+from ratchet.models.lora.decoder import Adapter
 from ratchet.models.megatron.blocks import Owned, fill_stages, owned
 from ratchet.models.megatron.build import Stage, build_stages
 from ratchet.models.megatron.lora import attach
-from ratchet.models.megatron_sizes import Fp8, Sizes, padded_vocabulary
-from ratchet.models.origin import Read
-from ratchet.models.parts import Part, Share
-from ratchet.models.routing import Routing
-from ratchet.models.spread import Spread, SpreadPolicy
-from ratchet.models.tensor_parallel import DividedVocabulary
+from ratchet.models.megatron.sizes import Fp8, Sizes, padded_vocabulary
+from ratchet.models.model_source import Read
+from ratchet.models.parallel.collectives import Group, sum_backward
+from ratchet.models.parallel.sharded_policy import Spread, SpreadPolicy
+from ratchet.models.parallel.sharding import Part, Share
+from ratchet.models.parallel.tensor_parallel import DividedVocabulary
+from ratchet.models.weights.hf_weights import Savable, save_shape
 
 
 class PaddedVocabulary(DividedVocabulary):

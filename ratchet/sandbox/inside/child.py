@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from . import kernel, landlock, root, seccomp
+from . import landlock, rootfs, seccomp, syscalls
 
 STATUS, FIRST_UNUSED = 3, 4
 FILE_NAME = "main.py"
@@ -92,18 +92,18 @@ def confine(request: Request, place: Place, zygote: int) -> None:
         os.setgroups([])
         os.setresgid(place.drop, place.drop, place.drop)
         os.setresuid(place.drop, place.drop, place.drop)
-    kernel.drop_capabilities()
+    syscalls.drop_capabilities()
     # After the ids, whose change clears it. Whoever died in between sent no signal.
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, 9)
     if os.getppid() != zygote:
         os._exit(125)
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
     if place.level >= 2 and (not inside or landlock.abi()):
         readable = [*place.library, *place.readable, "/dev/zero", "/dev/random", "/dev/urandom"]
         if request.forking:
-            readable += [*root.SYSTEM, sys.base_prefix]
-        writable = ["/dev/null", *([root.BOX] if inside else [])]
+            readable += [*rootfs.SYSTEM, sys.base_prefix]
+        writable = ["/dev/null", *([rootfs.BOX] if inside else [])]
         landlock.restrict(readable, writable, executable=request.forking)
     seccomp.install(seccomp.program(os.getpid(), place.level, request.forking))
 

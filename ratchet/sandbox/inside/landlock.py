@@ -6,7 +6,7 @@ import os
 import struct
 from collections.abc import Iterable
 
-from .kernel import syscall
+from .syscalls import syscall
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14

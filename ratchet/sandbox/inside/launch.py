@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import child, kernel, landlock, root, seccomp, zygote
+from . import child, landlock, rootfs, seccomp, syscalls, zygote
 
 PRELOADED = """
     abc array ast atexit base64 bisect calendar cmath collections collections.abc contextlib copy csv dataclasses datetime
@@ -48,13 +48,13 @@ def main(control: int, options: dict[str, Any]) -> None:
         sys.dont_write_bytecode = True
         place = child.Place(level, library(), readable, unused_uid(level, readable))
         if level >= 3:
-            root.enter()
+            rootfs.enter()
             inner = os.fork()
             if inner:
                 channel.close()
                 wait_for(inner, boss)
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        proc = root.build(sources) if level >= 3 else None
+            syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        proc = rootfs.build(sources) if level >= 3 else None
         channel.send(json.dumps({"level": level, "refused": refused, "by": mechanisms(place)}).encode())
     except Exception as error:
         channel.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
@@ -91,7 +91,7 @@ def wait_for(inner: int, boss: int) -> None:
 def view(readable: Sequence[str]) -> list[str]:
     """What is bound into the root: without what lies in something bound already."""
     paths: list[str] = []
-    for path in [*root.SYSTEM, sys.base_prefix, *readable]:
+    for path in [*rootfs.SYSTEM, sys.base_prefix, *readable]:
         if not any(path == outer or path.startswith(outer + "/") for outer in paths):
             paths.append(path)
     return paths
@@ -107,7 +107,7 @@ def library() -> tuple[str, ...]:
 def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
     """The level, and what was refused on the way down to it."""
     if not seccomp.available():
-        return 0, [f"no system call filter for {kernel.MACHINE}; Ratchet has one for x86_64"]
+        return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for x86_64"]
     refused: list[str] = []
     if why := trial(try_filter):
         return 0, [f"seccomp: {why}"]
@@ -142,23 +142,23 @@ def trial(attempt: Callable[[], None]) -> str:
 
 
 def try_filter() -> None:
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.install(seccomp.program(os.getpid(), 1, False))
 
 
 def try_namespaces(sources: list[str]) -> None:
     def inside() -> None:
-        root.build(sources)
-        root.fresh_box(1, 0)
+        rootfs.build(sources)
+        rootfs.fresh_box(1, 0)
 
-    root.enter()
+    rootfs.enter()
     if why := trial(inside):
         raise RuntimeError(why)
 
 
 def unused_uid(level: int, readable: Sequence[str]) -> int:
     """For root's programs, since file permissions and process counts don't bind uid 0. 0 where there is none to be had."""
-    if os.getuid() != 0 or not (kernel.capable(kernel.CAP_SETUID) and kernel.capable(kernel.CAP_SETGID)):
+    if os.getuid() != 0 or not (syscalls.capable(syscalls.CAP_SETUID) and syscalls.capable(syscalls.CAP_SETGID)):
         return 0
     if level < 3 and not all(open_to_others(path) for path in (sysconfig.get_path("stdlib"), *readable)):
         return 0  # it could not import from a Python that only root reads

@@ -11,7 +11,7 @@ import errno
 import functools
 import struct
 
-from .kernel import MACHINE, SECCOMP, syscall
+from .syscalls import MACHINE, SECCOMP, syscall
 
 LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GE, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 KILL, OK, FAIL = 0x80000000, 0x7FFF0000, 0x00050000

@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Any, NoReturn
 
-from . import root
+from . import rootfs
 from .child import Place, Request, become
 
 MEMORY_WATCH_S = 0.02
@@ -50,7 +50,7 @@ def execute(
         close(files)
         return {"setup": f"commands and processes need namespaces and a /proc of their own; this is level {place.level}"}
     if inside:
-        root.fresh_box(request.disk_mib, place.drop)
+        rootfs.fresh_box(request.disk_mib, place.drop)
     ready, status = os.pipe2(os.O_CLOEXEC)
     zygote, start = os.getpid(), time.monotonic()
     child = os.fork()
@@ -66,7 +66,7 @@ def execute(
     seconds = time.monotonic() - start
     if inside:
         end_all()
-        root.discard_box()
+        rootfs.discard_box()
     said = os.read(ready, 600)
     close([handle, ready])
     setup = "" if said == b"ready" or stopped else said.decode("utf-8", "replace") or "died before it was confined"

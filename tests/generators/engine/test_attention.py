@@ -6,7 +6,7 @@ import torch
 
 from ratchet.generators.engine import attention
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
-from ratchet.generators.engine.cache import KVCache
+from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.models.config import DecoderConfig
 
 CONFIG = DecoderConfig(10, 64, 1, 6, 2, 32, 64)

@@ -10,12 +10,12 @@ import torch
 from ratchet.errors import ConfigError, DataError, ModelError, RequestFailed
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import Engine
-from ratchet.interfaces import Shard
-from ratchet.models.attention import PackedAttention
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.hf import canonical_weights
+from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.policy import DecoderPolicy
+from ratchet.models.weights.hf_weights import canonical_weights
+from ratchet.protocols import Shard
 from ratchet.testing.conformance import check_generator
 from ratchet.types import Sampling, StopReason
 

@@ -10,9 +10,9 @@ import torch
 from ratchet.errors import ConfigError
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import Engine
-from ratchet.models.attention import PackedAttention
 from ratchet.models.decoder import Decoder
-from ratchet.models.routing import Record
+from ratchet.models.layers.attention import PackedAttention
+from ratchet.models.layers.expert_routing import Record
 from ratchet.types import Sampling
 
 EXPERTS = {"family": "qwen3_moe", "n_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 48, "dense_layers": (0,)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Layout, Place
-from ratchet.models.parts import Share
+from ratchet.models.parallel.sharding import Share
 
 BASE: dict[str, Any] = {
     "vocab_size": 50,

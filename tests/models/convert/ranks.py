@@ -18,9 +18,9 @@ def sample():
 def _policy(directory, **sizes):
     from ratchet.models.convert.dimensions import Dimensions
     from ratchet.models.convert.megatron import Place, fill, megatron_layout
-    from ratchet.models.hf import WeightFiles, read_config
     from ratchet.models.megatron.policy import MegatronPolicy
-    from ratchet.models.megatron_sizes import Sizes
+    from ratchet.models.megatron.sizes import Sizes
+    from ratchet.models.weights.hf_weights import WeightFiles, read_config
 
     shape = read_config(Path(directory))
     policy = MegatronPolicy(shape, Sizes(**sizes))
@@ -33,9 +33,9 @@ def _policy(directory, **sizes):
 
 def logits_alone(rank, directories):
     """By directory: the logits [T, V] of one rank of Megatron that has the whole model."""
-    from ratchet.models.hf import read_json
     from ratchet.models.megatron.build import begin
-    from ratchet.models.megatron_sizes import Sizes
+    from ratchet.models.megatron.sizes import Sizes
+    from ratchet.models.weights.hf_weights import read_json
 
     begin(Sizes())
     found = {}
@@ -56,7 +56,7 @@ def _latent(directory, hf):
 
     from ratchet.models.convert.dimensions import Dimensions
     from ratchet.models.convert.megatron import Place, fill, megatron_layout
-    from ratchet.models.hf import WeightFiles
+    from ratchet.models.weights.hf_weights import WeightFiles
 
     model = latent_model(hf)
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
@@ -70,7 +70,7 @@ def round_trip(rank, directory, written, saved, sizes):
     of this rank); and saves a checkpoint of Megatron's own to `saved`."""
     from ratchet.models.convert.megatron import blocks
     from ratchet.models.megatron.build import begin  # makes Megatron ready to be imported
-    from ratchet.models.megatron_sizes import Sizes
+    from ratchet.models.megatron.sizes import Sizes
 
     from megatron.core import dist_checkpointing, parallel_state  # isort: skip
     from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip

@@ -12,8 +12,8 @@ from models.convert.cases import MODELS, empty, places
 from ratchet.errors import ModelError
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Place, blocks, fill, megatron_layout
-from ratchet.models.hf import WeightFiles
-from ratchet.models.parts import Share
+from ratchet.models.parallel.sharding import Share
+from ratchet.models.weights.hf_weights import WeightFiles
 
 DIVISIONS = {
     "TP1": {},

@@ -12,11 +12,11 @@ from models.convert.cases import MODELS
 from models.convert.ranks import sample
 from safetensors.torch import load_file
 
-from ratchet.checkpoint.megatron import MegatronFiles
+from ratchet.commands.convert.command import convert
+from ratchet.commands.convert.megatron_format import MegatronFiles
 from ratchet.errors import ModelError
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.hf import read_config
-from ratchet.tools.convert import convert
+from ratchet.models.weights.hf_weights import read_config
 
 
 def _by_transformers(directory):

@@ -1,0 +1,39 @@
+"""Distillation from its configuration."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ratchet.algorithms.base import Algorithm, Term
+from ratchet.algorithms.config.distillation import DistillationConfig
+from ratchet.algorithms.loss_aggregation import token_mean
+from ratchet.algorithms.losses.distillation import divergence
+from ratchet.algorithms.teacher_passes import asked_of
+
+DISTILLED = {
+    "on_policy": "no policy gradient: the divergence itself is differentiated",
+    "equal_rewards": "no advantages: the teacher's distribution is the signal",
+    "lone_attempt": "no advantages: each row is a datum of its own",
+}
+
+
+def build(config: DistillationConfig) -> Algorithm:
+    mix = 0.5 if config.mix is None else config.mix
+    loss = partial(divergence, objective=config.objective, mix=mix)
+    columns = {"topk_logprobs": "teacher_topk_logprobs"}
+    if config.top_k is not None:  # of the whole vocabulary nobody need say which tokens
+        columns["topk_ids"] = "teacher_ids"
+    roles, passes = asked_of(config.teacher, columns, top_k=config.top_k or 0)
+    return Algorithm(
+        name=config.called,
+        source=config.source,
+        losses={"policy": (Term("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"})),)},
+        passes=passes,
+        roles=roles,
+        minibatches=config.minibatches,
+        epochs=config.epochs,
+        group_size=int(getattr(config, "group_size", 1)),
+        temperature=config.tau,
+        reads_reward=config.reads_reward,
+        exempt=DISTILLED,
+    )

@@ -1,0 +1,124 @@
+"""Rollout correction: what to do where sampler and learner give the same token different probabilities (another engine, another
+precision, older weights, a truncated sampling distribution).
+
+T = tokens, S = sequences. d_t = log(learner's old policy / what the sampler drew from), on trainable tokens. The weight and
+the mask are columns, computed once over the batch and detached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.config.policy_losses import At, Denominator
+from ratchet.algorithms.losses.common import Metrics
+from ratchet.algorithms.ratios import bounded_ratio, k3
+from ratchet.batch import Batch
+from ratchet.protocols import Outputs
+
+
+def correct(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    weight: At = "token",
+    weight_low: float = 0.0,
+    weight_high: float | None = 2.0,
+    mask: At = "none",
+    mask_low: float = 0.5,
+    mask_high: float = 2.0,
+    mask_denominator: Denominator = "all",
+) -> Batch:
+    """Fill the column `correction` [T] = clip(exp(D), weight_low, weight_high), float64.
+
+    Tokens with exp(D) outside [mask_low, mask_high] are masked. mask_denominator="all": their weight
+    is 0, and means over the batch count them still. mask_denominator="kept": they leave the final
+    mask, numerators and denominators alike. Where the weight is one of a whole row, `correction_S`
+    [S] holds it too.
+
+    D is d_t itself ("token"), its sum over the turn or the sequence, or its mean over the sequence
+    ("geometric"). A sum over a row grows with its length; the geometric mean doesn't.
+
+    The weight is truncated importance sampling (https://fengyao.notion.site/off-policy-rl). IcePop
+    (arXiv:2510.18855) is weight="token", weight_high=None, mask="token", mask_denominator="all": the
+    weight is the ratio inside the bounds and 0 outside, and the means count every token. Masked
+    importance sampling of whole sequences (https://richardli.xyz/rl-collapse) is mask="sequence" or
+    "geometric". "kept" is rejection sampling, as verl's `rollout_rs`.
+    """
+    mask_T = batch.trainable_T
+    sampler_T = batch.rollout_logprobs_T.double() - batch.log_kept_mass_T.double()
+    gap_T = torch.where(mask_T, batch.need("old_logprobs").double() - sampler_T, 0.0)
+    ratio_T = bounded_ratio(_gathered(batch, gap_T, weight))
+    capped_T = ratio_T if weight == "none" else ratio_T.clamp(weight_low, weight_high)
+    weight_T = torch.where(mask_T, capped_T, 0.0)
+    kept_T = mask_T
+    if mask != "none":
+        judged_T = bounded_ratio(_gathered(batch, gap_T, mask))
+        kept_T = mask_T & (judged_T >= mask_low) & (judged_T <= mask_high)
+    batch = _measured(batch, gap_T, ratio_T, weight_T, kept_T)
+    if mask_denominator == "all":
+        weight_T, kept_T = torch.where(kept_T, weight_T, 0.0), mask_T
+    if weight in ("none", "sequence", "geometric"):
+        row_T = torch.where(mask_T, weight_T, -torch.inf)
+        row_S = torch.full((batch.n_sequences,), -torch.inf, dtype=torch.float64)
+        row_S = row_S.scatter_reduce(0, batch.sequence_T, row_T, "amax")
+        batch = batch.fill_sequences(correction_S=torch.where(row_S > -torch.inf, row_S, 1.0))
+    return replace(batch, trainable_T=kept_T).fill_tokens(correction=weight_T)
+
+
+def _gathered(batch: Batch, gap_T: Tensor, at: At) -> Tensor:
+    """D of each token. [T]"""
+    if at == "none":
+        return torch.zeros_like(gap_T)
+    if at == "token":
+        return gap_T
+    if at == "turn":
+        keys_T = torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1)
+        keys, turn_T = torch.unique(keys_T, dim=0, return_inverse=True)
+        return gap_T.new_zeros(len(keys)).index_add(0, turn_T, gap_T)[turn_T]
+    total_S = batch.sequence_sum(gap_T)
+    if at == "geometric":
+        total_S = total_S / batch.sequence_sum(batch.trainable_T.double()).clamp(min=1)
+    return total_S[batch.sequence_T]
+
+
+def _measured(batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor) -> Batch:
+    mask_T = batch.trainable_T
+    if not bool(mask_T.any()):
+        return batch
+    gap_N, weight_N = gap_T[mask_T], weight_T[mask_T]
+    numbers = {
+        "gap_mean": gap_N.abs().mean(),
+        "kl": k3(-gap_N).mean(),  # of KL(sampler || learner)
+        "weight_mean": weight_N.mean(),
+        "weight_max": weight_N.max(),
+        "clipped_share": (weight_N != ratio_T[mask_T]).double().mean(),
+        "masked_share": 1 - kept_T[mask_T].double().mean(),
+    }
+    return batch.note(**{f"correction/{name}": float(value) for name, value in numbers.items()})
+
+
+def corrected(
+    out: Outputs,
+    batch: Batch,
+    *,
+    fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]],
+    level: Literal["token", "sequence"] = "token",
+) -> tuple[Tensor, Metrics]:
+    """x of any loss, at `level`, times the correction at that level."""
+    x, metrics = fn(out, batch)
+    return x * batch.need("correction" if level == "token" else "correction_S"), metrics
+
+
+def unmasked(out: Outputs, batch: Batch, *, fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]]) -> tuple[Tensor, Metrics]:
+    """Return x of a token-level loss, with 0 for tokens that a mask left in the denominator.
+
+    Their correction is 0. Other tokens keep x as it is: it is no expectation over what was sampled.
+    """
+    x, metrics = fn(out, batch)
+    return torch.where(batch.need("correction") != 0, x, 0.0), metrics

@@ -1,0 +1,48 @@
+"""`ratchet runs ...`. Light until a command runs, as `ratchet.cli.main` is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ratchet.errors import ConfigError
+
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+runs = typer.Typer(help="List runs, compare them, remove what they no longer need.", no_args_is_help=True)
+
+
+@runs.command("list")
+def list_runs(
+    place: Annotated[str, typer.Argument(help="A run, or a directory of runs, or an address of either.")] = "runs",
+    json: Json = False,
+) -> None:
+    """State, steps, accuracy and size of each."""
+    from ratchet.commands.runs import list_runs as show
+
+    show(place, as_json=json)
+
+
+@runs.command("compare")
+def compare_runs(
+    paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more.")], json: Json = False
+) -> None:
+    """How their recipes differ, from which step on their numbers do, and where they end."""
+    from ratchet.commands.runs import compare_runs as show
+
+    if len(paths) < 2:
+        raise ConfigError("give two runs or more")
+    show(paths, as_json=json)
+
+
+@runs.command("prune")
+def prune_runs(
+    place: Annotated[str, typer.Argument(help="A run, or a directory of runs.")] = "runs",
+    keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints of each run that stay, beside protected ones.")] = 1,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them; else they are only named.")] = False,
+) -> None:
+    """Remove old checkpoints."""
+    from ratchet.commands.runs import prune_runs as prune
+    from ratchet.runs.resolve import here
+
+    prune(here(place), keep=keep, really=yes)

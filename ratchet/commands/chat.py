@@ -1,0 +1,55 @@
+"""`ratchet chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from ratchet.commands.model_target import open_target
+from ratchet.errors import DataError
+from ratchet.experience.seeds import seed_for
+from ratchet.training.stage import Policy
+from ratchet.types import Message, Sampling
+from ratchet.utils.terminal_text import make_console
+
+
+def chat_with(path: Path, *, prompts: Sequence[str], temperature: float, max_new_tokens: int, seed: int) -> None:
+    """Answers each of `prompts` in one conversation; without any, asks the terminal until it has no more to say."""
+    console = make_console()
+    policy = open_target(path).policy
+    sampling = policy.ends(Sampling(temperature=temperature, max_new_tokens=max_new_tokens))
+    messages: list[Message] = []
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())  # one event loop: a generator may keep tasks in it
+        stack.callback(lambda: runner.run(policy.close()))
+        for turn, text in enumerate(prompts or _asked(console)):
+            question = Message("user", text)
+            try:
+                answer = runner.run(_answer(policy, [*messages, question], replace(sampling, seed=seed_for(seed, turn))))
+            except DataError as error:  # such as a character that the tokenizer does not know: ask again
+                console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+                continue
+            messages += [question, answer]
+            console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
+
+
+async def _answer(policy: Policy, messages: Sequence[Message], sampling: Sampling) -> Message:
+    completion = await policy.generator.generate(policy.renderer.prompt(messages), sampling)
+    return policy.renderer.parse(completion.tokens.tolist(), completion.stop)
+
+
+def _asked(console: Console) -> Iterator[str]:
+    console.print("An empty line or Ctrl-D ends the chat.", style="dim")
+    while True:
+        try:
+            text = console.input("> ")
+        except EOFError:
+            return
+        if not text:
+            return
+        yield text

@@ -1,0 +1,169 @@
+"""Checkpoints of Megatron-core (`dist_checkpointing`, format "torch_dist") as canonical weights, and canonical weights as such
+checkpoints. Nothing of Megatron is needed for it.
+
+A checkpoint says nothing of how ranks divided the model: its tensors are those of a single rank, in which the layers of a dense
+model are stacked along a first dimension, and experts along one of their own. Where layers differ, each has its own tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ratchet.checkpoint.sharded import assemble
+from ratchet.commands.convert.dcp import DcpFiles
+from ratchet.errors import CheckpointError
+from ratchet.models.convert.dimensions import Dimensions
+from ratchet.models.convert.megatron import Layout, Place, megatron_layout
+from ratchet.models.convert.tables import EMBEDDING, FUSED, HEAD, table_of
+from ratchet.models.weights.weight_layout import Piece
+from ratchet.utils.atomic_files import write_json
+
+FORMAT, COMMON = "metadata.json", "common.pt"
+IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+OF_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+ENDS = (*EMBEDDING, *HEAD)  # of which the vocabulary may be padded
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a parameter lies: at `index` of the first dimensions of tensor `key`, which has `of` there."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    of: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a parameter as a block of a weight."""
+
+    piece: Piece
+    parameter: str
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.piece.offsets
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (len(self.piece.rows), *self.piece.shape[1:])
+
+
+class MegatronFiles:
+    """The canonical weights of a checkpoint. shapes: by their names."""
+
+    def __init__(self, directory: Path, dimensions: Dimensions) -> None:
+        """Raises CheckpointError where parameters of such a model are missing, or have another shape."""
+        self.files = DcpFiles(directory)
+        self.layout: Layout = megatron_layout(dimensions, Place())
+        self.spots = {name: self._find(name, dimensions) for name in self.layout}
+        self.rows: dict[str, list[_Rows]] = {}
+        for parameter, pieces in self.layout.items():
+            for piece in pieces:
+                self.rows.setdefault(piece.name, []).append(_Rows(piece, parameter))
+        self.shapes = {name: rows[0].piece.shape for name, rows in self.rows.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.files.dtype(self.spots[self.rows[name][0].parameter].key)
+
+    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Raises CheckpointError where a file is missing or damaged."""
+        made, missing = assemble(self.rows[name], offsets, sizes, self._cut)
+        assert made is not None, f"no block of '{name}' is empty"
+        assert not missing, f"the map lacks {missing} numbers of '{name}'"
+        return made
+
+    def parameter(self, name: str) -> Tensor:
+        """As a model on a single rank has it. Raises CheckpointError."""
+        spot, pieces = self.spots[name], self.layout[name]
+        sizes = (pieces[-1].rows.stop, *pieces[0].shape[1:])
+        return self._read(spot, (0,) * len(sizes), sizes)
+
+    def _read(self, spot: Spot, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        lead = (1,) * len(spot.index)
+        return self.files.block(spot.key, (*spot.index, *offsets), (*lead, *sizes)).reshape(tuple(sizes))
+
+    def _cut(self, rows: _Rows, low: Sequence[int], high: Sequence[int]) -> Tensor:
+        spot, down = self.spots[rows.parameter], rows.piece.rows.start - rows.piece.offsets[0]
+        return self._read(spot, (low[0] + down, *low[1:]), [b - a for a, b in zip(low, high, strict=True)])
+
+    def _find(self, parameter: str, dimensions: Dimensions) -> Spot:
+        tried = [
+            spot
+            for spelled in spellings(parameter)
+            for stacked in (True, False)
+            if (spot := spot_of(spelled, dimensions, stacked=stacked)).key in self.files.tensors
+        ]
+        if not tried:
+            raise CheckpointError(f"{self.files.directory} lacks '{parameter}': is it of the model that config.json describes?")
+        (spot, *_), pieces = tried, self.layout[parameter]
+        rows, found = pieces[-1].rows.stop, self.files.shape(spot.key)
+        wanted = (*spot.of, rows, *pieces[0].shape[1:])
+        padded = parameter in ENDS and found[0] > rows and found[1:] == wanted[1:]
+        if found != wanted and not padded:
+            raise CheckpointError(f"'{spot.key}' in {self.files.directory} is {found}, by config.json it is {wanted}")
+        return spot
+
+
+def spellings(parameter: str) -> list[str]:
+    """As Megatron's own layers call it, and, a norm, as Transformer Engine's do."""
+    inside = IN_LAYER.fullmatch(parameter)
+    if inside is None or inside[2] not in FUSED:
+        return [parameter]
+    return [parameter, f"decoder.layers.{inside[1]}.{FUSED[inside[2]]}.layer_norm_weight"]
+
+
+def spot_of(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
+    """stacked: layers along the first dimension."""
+    inside = IN_LAYER.fullmatch(parameter)
+    if inside is None:
+        return Spot(parameter)
+    layer, rest = int(inside[1]), inside[2]
+    index, of = ((layer,), (dimensions.layers,)) if stacked else ((), ())
+    if expert := OF_EXPERT.fullmatch(rest):
+        index, of = (*index, int(expert[1])), (*of, dimensions.experts)
+        rest = f"mlp.experts.experts.{expert[2]}"
+    return Spot(f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer}.{rest}", index, of)
+
+
+# --- writing
+
+
+def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
+    """Where a checkpoint for any kind of layers has it: norms, which are small, under both their names."""
+    stacked = not dimensions.experts
+    yield spot_of(parameter, dimensions, stacked=stacked)
+    inside = IN_LAYER.fullmatch(parameter)
+    if inside is None or inside[2] not in FUSED:
+        return
+    rules = table_of(dimensions).layer(dimensions.sparse(int(inside[1])))
+    if f"{FUSED[inside[2]]}.weight" in rules:
+        yield spot_of(spellings(parameter)[1], dimensions, stacked=stacked)
+
+
+def empty_states(dimensions: Dimensions) -> list[str]:
+    """Keys of what matrices keep beside their weights, which is nothing; Megatron's own layers ask for it all the same."""
+    matrices = [name for name in megatron_layout(dimensions, Place()) if ".linear_" in name and name.endswith(".weight")]
+    spots = [next(written_spots(name, dimensions)) for name in matrices]
+    return [
+        f"{spot.key.removesuffix('weight')}_extra_state/shard_{_joined(spot.index or (0,))}_{_joined(spot.of or (1,))}"
+        for spot in spots
+    ]
+
+
+def _joined(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def write_format(directory: Path, dimensions: Dimensions) -> None:
+    """What Megatron wants beside the index."""
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    content: Mapping[str, object] = {"content_metadata": {"non_homogeneous_layers": bool(dimensions.experts)}}
+    torch.save(content, directory / COMMON)
+    write_json(directory / FORMAT, {**backend, "common_backend": "torch", "common_backend_version": 1})

@@ -1,0 +1,46 @@
+"""The weights of a model with an adapter in them, as a view of both: nothing is computed before it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ratchet.commands.convert.formats import Weights
+from ratchet.models.lora.decoder import Merged, merged
+from ratchet.models.lora.files import Stored
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """Implements `Savable`."""
+
+    weights: Weights
+    name: str
+
+    def numel(self) -> int:
+        return torch.Size(self.weights.shapes[self.name]).numel()
+
+    def to(self, device: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
+        return self.weights.whole(self.name).to(device, dtype, copy=copy)
+
+
+def with_adapter(weights: Weights, stored: Stored) -> Weights:
+    """Added in float32 or better; each weight keeps its dtype. Raises ModelError where the adapter has another base."""
+    stored.check(weights.shapes)
+    made = merged({name: _OnDisk(weights, name) for name in weights.shapes}, stored.weights, stored.adapter.lora.scale)
+
+    @lru_cache(maxsize=3)  # a fused matrix of Megatron's takes blocks of three weights by turns
+    def whole(name: str) -> Tensor:
+        return made[name].to("cpu", weights.dtypes[name], copy=True)
+
+    def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        if not isinstance(made[name], Merged):
+            return weights.read(name, offsets, sizes)
+        # Cut from the whole, whose bits are always the same: a product of another shape may be rounded otherwise.
+        return whole(name)[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+
+    return replace(weights, read=read)

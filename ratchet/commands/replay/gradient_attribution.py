@@ -1,0 +1,142 @@
+"""What of a mini-batch moved the weights: the parts that its groups and tokens have in the gradient.
+
+T = tokens of a mini-batch, S = its sequences, G = its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ratchet.batch import Batch
+from ratchet.learners.compute.microbatching import weighing_rows
+from ratchet.learners.local import LocalLearner
+from ratchet.learners.wrapper import Around
+from ratchet.protocols import LossTerm, needed
+
+
+@dataclass
+class GroupShare:
+    """Of one group, over the optimizer steps that it had a part in. direction: of the gradient g of a step, g_i . g / |g|^2 of
+    the group's own part g_i: over all groups they sum to 1, and one below 0 pulled the other way. norm: |g_i| / |g|. loss: its
+    summand."""
+
+    direction: float = 0.0
+    norm: float = 0.0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class TokenPull:
+    """position: in its trajectory, which is number `strand` of those of its attempt that count. loss: its summand, of terms
+    that are sums over tokens. pull: -d loss / d logprob: above 0 the step makes the token likelier."""
+
+    group: str
+    attempt: int
+    strand: int
+    position: int
+    token: int
+    loss: float
+    pull: float
+
+
+@dataclass
+class Influence:
+    """Of a step. updates: optimizer steps with a gradient. norms: of their gradients. tokens: the strongest of each. pull,
+    loss: sums over all tokens, of absolute values."""
+
+    groups: dict[str, GroupShare] = field(default_factory=dict)
+    tokens: list[TokenPull] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    pull: float = 0.0
+    loss: float = 0.0
+
+    @property
+    def updates(self) -> int:
+        return len(self.norms)
+
+
+class Influences(Around):
+    """Notes, before each update of a learner, what moves it. most: tokens that are kept of each update."""
+
+    inner: LocalLearner
+
+    def __init__(self, inner: LocalLearner, *, most: int) -> None:
+        super().__init__(inner)
+        self.most, self.found = most, Influence()
+
+    async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
+        if weighing_rows(mini, terms):
+            self._note(mini, terms)
+        return await super().update(mini, terms)
+
+    def _note(self, mini: Batch, terms: Sequence[LossTerm]) -> None:
+        whole, _ = self.inner.gradient(mini, terms)
+        squared = sum(float((g.double() ** 2).sum()) for g in whole)
+        self.found.norms.append(squared**0.5)
+        group_S, pulls = mini.group_S.tolist(), list[tuple[Tensor, Tensor]]()
+        for at, name in enumerate(mini.group_ids):  # whose sequences follow one another
+            part = mini.take([s for s, group in enumerate(group_S) if group == at])
+            pulls.append(token_pulls(self.inner, part, terms))
+            share = self.found.groups.setdefault(name, GroupShare())
+            if not squared or not weighing_rows(part, terms):
+                continue
+            own, loss = self.inner.gradient(part, terms)
+            share.loss += loss
+            share.direction += sum(float((a.double() * b.double()).sum()) for a, b in zip(own, whole, strict=True)) / squared
+            share.norm += (sum(float((g.double() ** 2).sum()) for g in own) / squared) ** 0.5
+        loss_T, pull_T = (torch.cat(columns) for columns in zip(*pulls, strict=True))
+        self.found.pull += float(pull_T.abs().sum())
+        self.found.loss += float(loss_T.abs().sum())
+        self.found.tokens += strongest(mini, loss_T, pull_T, self.most)
+
+
+def token_pulls(learner: LocalLearner, part: Batch, terms: Sequence[LossTerm]) -> tuple[Tensor, Tensor]:
+    """(loss, pull) of each token of a part of a mini-batch, [T] both; pulls are 0 of terms that don't read logprobs."""
+    hand = learner.hands[0]
+    micro, watch = part.to(hand.device, hand.dtype), hand.watch(terms)
+    needs = needed(terms)
+    with torch.no_grad():
+        out = hand.outputs(micro, hand.hidden(micro, watch), needs)
+        if watch is not None:
+            out = replace(out, routers=watch.columns(micro.sequence_T, micro.n_sequences))
+    loss_T = torch.zeros(part.n_tokens, dtype=torch.float64)
+    if out.logprobs is None:
+        return loss_T, loss_T.clone()
+    live = out.logprobs.detach().requires_grad_()
+    out = replace(out, logprobs=live)
+    total = live.sum() * 0.0
+    for term in terms:
+        loss, _ = term(out, micro)
+        total = total + loss
+        loss_T += _summands(term, out, micro)
+    (slope,) = torch.autograd.grad(total, live)
+    return loss_T, -slope.double().cpu()
+
+
+def _summands(term: Any, out: Any, micro: Batch) -> Tensor:
+    """What each token adds to a term that is a sum over tokens; 0 for others."""
+    level, weight, _, coef = micro.weights[term.name]
+    if level != "token" or not coef:
+        return torch.zeros(micro.n_tokens, dtype=torch.float64)
+    x, _ = term.fn(out, micro)
+    return (coef * weight * torch.where(weight != 0, x, 0.0)).detach().double().cpu()
+
+
+def strongest(mini: Batch, loss_T: Tensor, pull_T: Tensor, most: int) -> list[TokenPull]:
+    order = torch.argsort(pull_T.abs(), descending=True, stable=True)[:most].tolist()
+    sequence_T, starts_S = mini.sequence_T, mini.starts_S
+    units = list(zip(mini.group_S.tolist(), mini.attempt_S.tolist(), strict=True))
+    found = []
+    for t in order:
+        if pull_T[t] == 0:
+            break
+        s = int(sequence_T[t])
+        group, attempt = units[s]
+        place = mini.group_ids[group], attempt, s - units.index(units[s]), t - int(starts_S[s])
+        found.append(TokenPull(*place, int(mini.tokens_T[t]), float(loss_T[t]), float(pull_T[t])))
+    return found

@@ -1,0 +1,27 @@
+"use strict";
+// Reading what ratchet/commands/report/schema.py packs.
+
+const ARRAYS = {
+  u1: Uint8Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array,
+};
+
+/** {facts, arrays} of a packed buffer; the arrays are views of it. */
+function unpack(buffer) {
+  const length = new DataView(buffer).getUint32(0, true);
+  const { arrays: places, ...facts } = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  const arrays = {};
+  for (const [name, [kind, offset, count]] of Object.entries(places)) {
+    arrays[name] = new ARRAYS[kind](buffer, 4 + length + offset, count);
+  }
+  return { facts, arrays };
+}
+
+/** What the page holds in the element of this id, decompressed; null where there is none. */
+async function embedded(id) {
+  const node = document.getElementById(id);
+  if (!node) return null;
+  const text = atob(node.textContent);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+}

@@ -1,0 +1,60 @@
+"""The images, audio clips and videos of rollouts, as a page shows them: `data:` URLs, so that no page asks anybody for them."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ratchet.config.media_limits import MediaConfig
+from ratchet.data.formats.media import embedded, image_of
+from ratchet.errors import RatchetError
+from ratchet.observe.records.media import name_in
+from ratchet.types import MediaKind
+
+AS_IT_IS = 2**16  # bytes; larger images are scaled down
+MOST_SIDE = 640  # pixels of what is scaled
+MOST_BYTES = 2**22  # of a clip or video
+SHOWN = re.compile(r"data:(image/(png|jpeg|gif|webp|bmp)|audio/[\w.+-]+|video/[\w.+-]+);")  # none that holds markup
+
+
+def named_parts(messages: Sequence[Mapping[str, Any]], placed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a record's row, whose parts say which medium of the record they are (`media`), where that is known: it is
+    in the part's value, or they are as many as the model was shown. placed: the row's `media`."""
+    parts = [part for message in messages for part in message["parts"] or () if part["type"] != "text"]
+    shown = [one["name"] for one in placed] if len(placed) == len(parts) else [None] * len(parts)
+    names = iter([name_in(part["value"]) or name for part, name in zip(parts, shown, strict=True)])
+    return [
+        {
+            **message,
+            "parts": message["parts"]
+            and [part if part["type"] == "text" else {**part, "media": next(names)} for part in message["parts"]],
+        }
+        for message in messages
+    ]
+
+
+def names_of(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
+    """The kind of each medium that some rollouts show, by name."""
+    parts = (part for detail in details for message in detail["messages"] for part in message["parts"] or ())
+    return {part["media"]: part["type"] for part in parts if part.get("media")}
+
+
+def url_of(kind: MediaKind, source: bytes) -> str | None:
+    """None for what browsers don't show, can't be read, or is too large."""
+    try:
+        if kind == "image" and len(source) > AS_IT_IS:
+            source = _scaled(source)
+    except RatchetError:
+        return None
+    url = embedded(kind, source).value if len(source) <= MOST_BYTES else ""
+    return url if SHOWN.match(url) else None
+
+
+def _scaled(source: bytes) -> bytes:
+    image = image_of(source, where="the record", limits=MediaConfig())
+    image.thumbnail((MOST_SIDE, MOST_SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()

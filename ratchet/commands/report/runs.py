@@ -1,0 +1,158 @@
+"""A run as its directory tells it, while it goes on or afterwards: state, recipe, code, data, and the metrics of each step."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from ratchet.commands.report.metrics import MetricsFile
+from ratchet.commands.report.predicted import predicted
+from ratchet.commands.report.rollouts import Rollouts
+from ratchet.errors import RunDirectoryError
+from ratchet.experience.sources.prompt_ledger import Event
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.utils.safe_read import open_file, read_json
+
+MOST_ALARMS = 100  # of a run, that the page shows
+DEPTH = 2  # directories below the one that is looked at
+BLOCK = 2**20  # bytes of the ledger that are read at once
+
+
+class RunReader:
+    """name: what the page calls it. Raises RunDirectoryError where there is no run."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.directory = RunDirectory(path)
+        self.name = name or path.resolve().name
+        if not self.directory.used:
+            raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
+        self.rollouts, self.metrics = Rollouts(self.directory), MetricsFile(self.directory.metrics)
+        self._counted, self._prompts = 0, Counter[str]()  # bytes of the ledger, and its lines by event
+
+    def facts(self) -> dict[str, Any]:
+        """What the page shows of the run beside its curves."""
+        summary, plan = _object(self.directory.summary), _object(self.directory.plan)
+        return {
+            "name": self.name,
+            "path": str(self.directory.path),
+            "state": self.state(),
+            "config": flat(self.directory.read_config()),
+            "provenance": _json(self.directory.provenance, []),
+            "summary": summary,
+            "predicted": self._predicted(plan, summary) if plan else [],
+            "prompts": self.prompts(),
+            "alarms": self.alarms(),
+        }
+
+    def _predicted(self, plan: Mapping[str, Any], summary: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        times = self.metrics.times()
+        try:
+            return predicted(plan, times, summary)
+        except (KeyError, TypeError, ValueError):  # the plan is of another version, or damaged
+            return []
+
+    def state(self) -> str:
+        """`finished`, `running` or `stopped`. A run of another machine that names itself as under way is believed. No lock is
+        tried (`RunDirectory.held`): who looks every few seconds would one day refuse a run that begins."""
+        if self.directory.summary.exists():
+            return "finished"
+        where = _object(self.directory.status)
+        if where is None or type(pid := where.get("pid")) is not int:
+            return "stopped"
+        return "running" if where.get("host") != socket.gethostname() or _lives(pid) else "stopped"
+
+    def prompts(self) -> dict[str, int]:
+        """What became of prompts: how many were issued, trained, filtered, given back. A long run has a million lines, of which
+        those that were counted before are not read again."""
+        size, _ = _stamp(self.directory.ledger)
+        if size < self._counted:  # it went on from a checkpoint
+            self._counted, self._prompts = 0, Counter()
+        if size > self._counted:
+            with open_file(self.directory.ledger) as file:
+                file.seek(self._counted)
+                while lines := b"".join(file.readlines(BLOCK)):
+                    lines = lines[: lines.rfind(b"\n") + 1]
+                    # A quote inside of an id is written with a backslash, so this is only where a line begins.
+                    self._prompts.update({event: lines.count(b'{"event": "%s"' % event.encode()) for event in get_args(Event)})
+                    self._counted += len(lines)
+        return {event: count for event, count in self._prompts.items() if count}
+
+    def alarms(self) -> list[dict[str, Any]]:
+        """What sentinels said, the latest first."""
+        paths = sorted(self.directory.sentinels.glob("step-*.json"), reverse=True)[:MOST_ALARMS]
+        alarms = [evidence for path in paths if (evidence := _object(path)) is not None]
+        return [{name: evidence.get(name) for name in ("step", "sentinel", "message")} for evidence in alarms]
+
+    def version(self) -> dict[str, Any]:
+        """Changes whenever there is more to see; cheap."""
+        size, changed = _stamp(self.directory.metrics)
+        return {"state": self.state(), "metrics": size, "changed": changed, "record": self.rollouts.stamp()}
+
+
+def flat(values: Any, where: str = "") -> dict[str, Any]:
+    """The leaves of a nested configuration, by path: `stages.0.optimizer.lr`. A stage goes by its name."""
+    if isinstance(values, Mapping) and values:
+        pairs = [(str(key), value) for key, value in values.items()]
+    elif isinstance(values, list) and values and all(isinstance(value, Mapping) for value in values):
+        pairs = [(str(value.get("name", index)), value) for index, value in enumerate(values)]
+    else:
+        return {where: values}
+    return {path: leaf for key, value in pairs for path, leaf in flat(value, f"{where}.{key}" if where else key).items()}
+
+
+def find_runs(root: Path) -> list[RunReader]:
+    """The runs in a directory, or the one that it is, by name. Raises RunDirectoryError where the directory does not exist."""
+    if not root.is_dir():
+        raise RunDirectoryError(f"there is no directory {root}: give a run, or the directory that runs are in (runs/)")
+    if RunDirectory(root).used:
+        return [RunReader(root)]
+    paths = [root]
+    found: list[Path] = []
+    for _ in range(DEPTH):
+        below = [child for path in paths for child in sorted(path.iterdir()) if child.is_dir() and child.name[0] != "."]
+        found += [path for path in below if RunDirectory(path).used]
+        paths = [path for path in below if path not in found]
+    return [RunReader(path, path.relative_to(root).as_posix()) for path in found]
+
+
+def named(paths: Sequence[Path]) -> list[RunReader]:
+    """One reader each; of runs whose directories have the same name, by their paths."""
+    count = Counter(path.resolve().name for path in paths)
+    return [RunReader(path, None if count[path.resolve().name] == 1 else str(path)) for path in paths]
+
+
+def _json(path: Path, default: Any) -> Any:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):  # not there, or just being removed
+        return default
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """Return a file's JSON object; None where there is none."""
+    value = _json(path, None)
+    return value if isinstance(value, dict) else None
+
+
+def _stamp(path: Path) -> tuple[int, float]:
+    """Return the size of a file, and when it was last written: zeros where there is no plain file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0.0
+    return (status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else (0, 0.0)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,148 @@
+"""`ratchet ui DIR`: the page of the runs in a directory, which follows those that are under way. For this machine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from ratchet.commands.report.media import names_of
+from ratchet.commands.report.page import live_page
+from ratchet.commands.report.runs import RunReader, find_runs
+from ratchet.commands.report.schema import pack
+from ratchet.errors import PortBusy, RatchetError, RunDirectoryError
+from ratchet.web.connection import Limits
+from ratchet.web.guard import LOOPBACK, Guard
+from ratchet.web.server import Server
+
+HOST = "127.0.0.1"
+MOST_FOUND = 2000  # rollouts of a search
+MOST_OPENED = 64  # rollouts of a request
+LIMITS = Limits(connections=64, grace_s=1.0)
+HEADERS = {
+    b"cache-control": b"no-store",
+    b"x-content-type-options": b"nosniff",
+    b"cross-origin-resource-policy": b"same-origin",
+}
+
+JSON, BINARY, HTML = "application/json", "application/octet-stream", "text/html; charset=utf-8"
+TEXT = "text/plain; charset=utf-8"
+Query = Mapping[str, str]
+
+
+class Runs:
+    """The runs below a directory, by name; those that appear later are found too."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._known: dict[str, RunReader] = {}
+        self.refresh()
+
+    def refresh(self) -> dict[str, RunReader]:
+        found = {run.name: run for run in find_runs(self.root)}
+        self._known = {name: self._known.get(name, run) for name, run in found.items()}
+        return self._known
+
+    def __getitem__(self, name: str) -> RunReader:
+        if name not in self._known:
+            raise RunDirectoryError(f"there is no run '{name}' in {self.root} (any more)")
+        return self._known[name]
+
+    # --- what is asked for
+
+    def listed(self, query: Query) -> tuple[str, bytes]:
+        return JSON, _json({name: run.version() for name, run in self.refresh().items()})
+
+    def run(self, query: Query) -> tuple[str, bytes]:
+        """Answer with the steps after `after`, of which there may be more than one answer holds: `has_more`."""
+        run = self[query["run"]]
+        columns, has_more = run.metrics.part(int(query.get("after", -1)))
+        return BINARY, pack({**run.facts(), "has_more": has_more}, columns)
+
+    def rollouts(self, query: Query) -> tuple[str, bytes]:
+        return BINARY, self[query["run"]].rollouts.columns(query["known"].split(",") if query.get("known") else ())
+
+    def details(self, query: Query) -> tuple[str, bytes]:
+        places = [int(place) for place in query["places"].split(",")][:MOST_OPENED]
+        return JSON, _json(self[query["run"]].rollouts.details(int(query["step"]), places))
+
+    def media(self, query: Query) -> tuple[str, bytes]:
+        rollouts, step = self[query["run"]].rollouts, int(query["step"])
+        kinds = names_of(rollouts.details(step, [int(place) for place in query["places"].split(",")][:MOST_OPENED]))
+        return JSON, _json(rollouts.media(step, kinds))
+
+    def search(self, query: Query) -> tuple[str, bytes]:
+        found, since = self[query["run"]].rollouts.search(query["text"], most=MOST_FOUND)
+        return JSON, _json({"found": found, "since": since})
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False).encode()
+
+
+class Pages:
+    """The ASGI application: answers of `runs`, made one after another in a thread, as readers share what they hold."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._answers: dict[str, Callable[[Query], tuple[str, bytes]]] = {
+            "/": lambda query: (HTML, live_page().encode()),
+            "/api/runs": runs.listed,
+            "/api/run": runs.run,
+            "/api/rollouts": runs.rollouts,
+            "/api/details": runs.details,
+            "/api/media": runs.media,
+            "/api/search": runs.search,
+        }
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ui")
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["method"] not in ("GET", "HEAD"):
+            status, kind, body = 405, TEXT, b"this server only shows: use GET"
+        else:
+            query = {name: values[0] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+            request = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, scope["path"], query)
+            status, kind, body = await request
+        headers = {b"content-type": kind.encode(), b"content-length": str(len(body)).encode(), **HEADERS}
+        await send({"type": "http.response.start", "status": status, "headers": list(headers.items())})
+        await send({"type": "http.response.body", "body": body})
+
+    def _answer(self, path: str, query: Query) -> tuple[int, str, bytes]:
+        answer = self._answers.get(path)
+        if answer is None:
+            return 404, TEXT, b"no such page"
+        try:
+            return 200, *answer(query)
+        except (RatchetError, KeyError, ValueError) as error:
+            return 400, TEXT, f"{type(error).__name__}: {error}".encode(errors="replace")
+
+
+def pages(root: Path) -> Guard:
+    """Return the application over the runs in a directory. Raises RunDirectoryError."""
+    # A page of another site, whose name was made to lead here, could otherwise read the runs.
+    return Guard(Pages(Runs(root)), names=LOOPBACK)
+
+
+def bind(port: int) -> socket.socket:
+    """Return a socket of this machine alone; port 0: any that is free. Raises PortBusy."""
+    try:
+        return socket.create_server((HOST, port))
+    except OSError as error:
+        raise PortBusy(f"port {port} of {HOST} can't be had: {error.strerror}; choose another --port, or 0 for any") from error
+
+
+def serve_forever(root: Path, port: int, *, say: Callable[[str], object]) -> None:
+    """Serve until Ctrl-C. Raises RunDirectoryError where `root` is no directory, PortBusy."""
+    app, listener = pages(root), bind(port)
+    say(f"http://{HOST}:{listener.getsockname()[1]}/  shows the runs in {root}; Ctrl-C ends it")
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_serve(app, listener))
+
+
+async def _serve(app: Guard, listener: socket.socket) -> None:
+    await Server(app, listener, limits=LIMITS).run()

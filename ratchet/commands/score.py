@@ -1,0 +1,240 @@
+"""`ratchet score`: any reward applied to a file of answers, line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappush, heappushpop
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ratchet.config.base import Section
+from ratchet.config.from_words import section_from_words
+from ratchet.data.jsonl import TYPE_NAMES, each_line
+from ratchet.errors import ConfigError, DataError
+from ratchet.protocols import Reward
+from ratchet.rewards.weighted_sum import composed
+from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
+from ratchet.utils.terminal_text import make_console
+
+AHEAD = 64  # rows in memory for each that is judged at once: a slow one holds up what is written, not what is judged
+WORST = 5
+ROLES = ("system", "user", "assistant", "tool")
+SPENT = ("response", "messages")  # columns that are the trajectory, not the task's
+
+
+@dataclass(frozen=True)
+class Score:
+    """What came of a row. seconds: of judging it, without waiting for its turn."""
+
+    line: int
+    id: str
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def reward(self) -> float | None:
+        return getattr(self.outcome, "reward", None)
+
+    @property
+    def end(self) -> str:
+        return type(self.outcome).__name__.lower()
+
+    @property
+    def detail(self) -> str:
+        if isinstance(self.outcome, Failed):
+            return f"{self.outcome.kind}: {self.outcome.detail}"
+        return self.outcome.reason if isinstance(self.outcome, Cancelled) else ""
+
+    def as_json(self) -> str:
+        parts = {name: value if math.isfinite(value) else None for name, value in getattr(self.outcome, "parts", {}).items()}
+        return json.dumps(
+            {
+                "line": self.line,
+                "id": self.id,
+                "reward": self.reward,
+                "parts": parts,
+                "outcome": self.end,
+                "seconds": round(self.seconds, 6),
+                "detail": self.detail,
+            }
+        )
+
+
+def score_file(path: str | Path, kind: str, words: Sequence[str], *, as_json: bool, workers: int) -> None:
+    """Writes a line of JSON for each row to stdout, or a summary. A bad row costs itself alone.
+
+    Raises ConfigError or another RatchetError where the reward can't be made, DataError where the file can't be read.
+    """
+    if isinstance(path, Path) and path.is_dir():
+        raise DataError(f"{path} is a directory: give a file of rows (a run directory holds no answers' texts)")
+    reward = composed([reward_section(kind, words, workers)])
+    asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
+
+
+def reward_section(kind: str, words: Sequence[str], workers: int) -> Section:
+    """Of a reward that judges several answers at once, `workers` is the number unless the words say another."""
+    try:
+        section = section_from_words("rewards", kind, words)
+    except ConfigError as error:
+        raise ConfigError(f"reward {kind}: {error}") from error
+    sized = "workers" in type(section).model_fields and "workers" not in section.model_fields_set
+    return section.model_copy(update={"workers": workers}) if sized else section
+
+
+async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, workers: int) -> None:
+    summary = Summary()
+    async for score in scores(path, reward, workers):
+        if as_json:
+            sys.stdout.write(score.as_json() + "\n")
+            sys.stdout.flush()
+        else:
+            summary.add(score)
+    if not as_json:
+        summary.show(make_console())
+
+
+async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
+    """In the order of the rows, `workers` of them judged at once, and never more than some of the file in memory."""
+    turns = asyncio.Semaphore(workers)
+    waiting: deque[asyncio.Task[Score]] = deque()
+    try:
+        for line, values in each_line(path):
+            waiting.append(asyncio.create_task(_score(path, line, values, reward, turns)))
+            while len(waiting) >= AHEAD * workers or (waiting and waiting[0].done()):
+                yield await waiting.popleft()
+            await asyncio.sleep(0)  # so that what was started goes on while the file is read
+        while waiting:
+            yield await waiting.popleft()
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def _score(
+    path: str | Path, line: int, values: Mapping[str, Any] | DataError, reward: Reward, turns: asyncio.Semaphore
+) -> Score:
+    name = f"line {line}"
+    if isinstance(values, DataError):
+        return Score(line, name, Failed("row", str(values)), 0.0)
+    try:
+        task, trajectory = attempt_of(values, name)
+    except DataError as error:
+        return Score(line, name, Failed("row", f"{path}, {name}: {error}"), 0.0)
+    async with turns:
+        start = time.perf_counter()
+        try:
+            (outcome,) = await reward.score([trajectory], task)
+        except Exception:  # the episode boundary: a reward is anyone's code, and its bug must cost one row, not the rest
+            outcome = Failed("reward", traceback.format_exc())
+        return Score(line, task.id, outcome, time.perf_counter() - start)
+
+
+# --- from a row to what a reward judges
+
+
+def attempt_of(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory]:
+    """The task and its answered conversation, which is text alone and holds no tokens. Raises DataError."""
+    messages = _messages(values, "messages") if "messages" in values else _prompted(values)
+    if not messages or messages[-1].role != "assistant":
+        raise DataError("column 'messages' must end with what the assistant said")
+    label = next((values[key] for key in ("id", "task_id") if isinstance(values.get(key), str | int)), name)
+    tag = values.get("tag")
+    task = Task(
+        id=str(label),
+        messages=messages[:-1],
+        answer=values.get("answer"),
+        tag=tag if isinstance(tag, str) else "",
+        meta={key: value for key, value in values.items() if key not in SPENT},
+    )
+    return task, Trajectory.supervised([], [], messages=messages)
+
+
+def _prompted(values: Mapping[str, Any]) -> tuple[Message, ...]:
+    response = values.get("response")
+    if not isinstance(response, str):
+        has = ", ".join(values) or "no columns"
+        wrong = f"column 'response' is {_kind(response)}, must be a string" if "response" in values else "no column 'response'"
+        raise DataError(f"{wrong} (nor 'messages'); the row has {has}")
+    prompt = values.get("prompt")
+    if prompt is None:
+        asked: tuple[Message, ...] = ()
+    elif isinstance(prompt, str):
+        asked = (Message("user", prompt),)
+    else:
+        asked = _messages(values, "prompt")
+    return (*asked, Message("assistant", response))
+
+
+def _messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+    found: list[Message] = []
+    given = values[column]
+    if not isinstance(given, list):
+        raise DataError(f"column '{column}' is {_kind(given)}, must be an array of {{role, content}}")
+    for index, message in enumerate(given):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if role not in ROLES or not isinstance(content, str):
+            raise DataError(f"{column}[{index}] must have a role ({', '.join(ROLES)}) and a content of text")
+        found.append(Message(role, content))
+    return tuple(found)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else TYPE_NAMES[type(value)]
+
+
+# --- the summary
+
+
+@dataclass
+class Summary:
+    """Of any number of rows, in little memory."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # by part, and how many rows have it
+    seconds: float = 0.0
+    failed: list[Score] = field(default_factory=list)  # the first of them
+    lowest: list[tuple[float, int, Score]] = field(default_factory=list)  # a heap, the highest of them on top
+
+    def add(self, score: Score) -> None:
+        self.ends[score.end] += 1
+        self.seconds += score.seconds
+        if score.reward is None:
+            self.failed = [*self.failed, score][:WORST]
+            return
+        for name, value in {"reward": score.reward, **getattr(score.outcome, "parts", {})}.items():
+            total, count = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (total + value, count + 1)
+        entry = (-score.reward, -score.line, score)
+        if len(self.lowest) < WORST:
+            heappush(self.lowest, entry)
+        else:
+            heappushpop(self.lowest, entry)
+
+    def show(self, console: Console) -> None:
+        rows = self.ends.total()
+        table = Table("rows", *self.ends, "seconds a row")
+        table.add_row(str(rows), *map(str, self.ends.values()), f"{self.seconds / rows:.3g}")
+        console.print(table)
+        if self.sums:
+            means = Table("mean of", "", "rows")
+            for name, (total, count) in self.sums.items():
+                means.add_row(escape(name), f"{total / count:.4g}", str(count))
+            console.print(means)
+        worst = Table("line", "id", "outcome", "reward", "detail", title="the worst rows")
+        for score in [*self.failed, *(score for *_, score in sorted(self.lowest, reverse=True))]:
+            told = score.detail.strip().rpartition("\n")[2]
+            reward = "-" if score.reward is None else f"{score.reward:.4g}"
+            worst.add_row(str(score.line), escape(score.id), score.end, reward, escape(told))
+        console.print(worst)

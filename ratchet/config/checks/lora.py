@@ -1,0 +1,87 @@
+"""Checks across keys: what a stage with `lora` can't be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from ratchet.config.checks.clash import Conflict, clash
+from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.errors import ConfigError, ModelError
+
+
+def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Of our own decoder; those of another model are known when it is loaded, before anything trains."""
+    if stage.lora is None or (config.model.preset is None and config.model.backend != "ratchet"):
+        return
+    # By name: models lie above configuration, and these modules are free of torch.
+    make: Any = import_module("ratchet.models.presets").preset
+    try:
+        shape = make(config.model.preset or "tiny", vocab_size=1, **config.model.overrides)
+    except (ModelError, TypeError):  # told by another check
+        return
+    try:
+        import_module("ratchet.models.lora.targets").targets_of(shape, stage.lora)
+    except ConfigError as error:
+        yield clash(str(error), "lora.target_modules")
+
+
+def _towers(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.lora is not None and config.model.towers != "frozen":
+        yield clash(
+            f"model.towers={config.model.towers} and lora: an adapter is of the language model, and all else rests: remove one",
+            "model.towers",
+            "lora",
+        )
+
+
+def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    learner: Any = stage.learner
+    if stage.lora is None or not hasattr(learner, "adapts_pipelines"):  # one in this process trains any
+        return
+    if learner.pipeline_parallel > 1 and not learner.adapts_pipelines:
+        yield clash(
+            f"learner.pipeline_parallel={learner.pipeline_parallel} runs stages that have no adapters: set it to 1, and "
+            "learner.dp_shard or tensor_parallel to the number of ranks; or set learner.kind=megatron, or remove lora",
+            "learner.pipeline_parallel",
+            "lora",
+        )
+    if config.model.backend == "transformers":
+        yield clash(
+            f"lora with learner.kind={learner.kind} is of Ratchet's own decoder, and model.backend=transformers runs another: "
+            "set model.backend=auto, or learner.kind=local",
+            "model.backend",
+            "learner.kind",
+        )
+
+
+def _last(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """An adapter is merged into the weights when the next stage begins, where these are in one process."""
+    if stage.lora is None or stage == config.stages[-1]:
+        return
+    spread = getattr(stage.learner, "kind", "") != "local"
+    apart = getattr(stage.generator, "kind", "") not in ("engine", "hf")
+    if spread or apart:
+        key, value = ("learner", stage.learner) if spread else ("generator", stage.generator)
+        yield clash(
+            f"stage {stage.name} has lora and is not the last: its adapter would have to be merged into the weights of other "
+            f"processes, which {key}.kind={getattr(value, 'kind', '')} can't: train the later stages in a run of their own, "
+            "from this one's model",
+            "lora",
+        )
+
+
+def _served(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    held: Any = getattr(stage.generator, "of", stage.generator)
+    most = getattr(held, "lora_rank", None)
+    if stage.lora is not None and most is not None and most < stage.lora.rank:
+        yield clash(
+            f"lora.rank={stage.lora.rank} is more than generator.lora_rank={most}, the largest that vLLM is started for: set "
+            f"generator.lora_rank={stage.lora.rank}",
+            "generator.lora_rank",
+            "lora.rank",
+        )
+
+
+LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (_maps, _towers, _ranks, _last, _served)

@@ -1,0 +1,125 @@
+"""Checks across keys: where learners, generators and links live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ratchet.config.base import Section
+from ratchet.config.checks.clash import Conflict, clash
+from ratchet.config.schema import RunConfig, StageConfig
+
+
+def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    first = config.stages[0].learner
+    if stage.learner != first and (_spread(first) or _spread(stage.learner)):
+        yield clash(
+            f"learner differs from that of stage {config.stages[0].name}, and processes keep their parts of the model from "
+            "stage to stage: put one learner section at the top of the recipe",
+            "learner",
+        )
+
+
+def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    learner: Any = stage.learner
+    if getattr(learner, "sequence_parallel", False) and learner.tensor_parallel == 1:
+        yield clash(
+            "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel, which is 1: set that to 2 "
+            "or more, or remove learner.sequence_parallel",
+            "learner.sequence_parallel",
+            "learner.tensor_parallel",
+        )
+
+
+def _divided(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    learner = _kind(stage.learner)
+    if stage.optimizer.whole_matrices and _spread(stage.learner):
+        yield clash(
+            f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and learner.kind={learner} divides them "
+            "over processes: set optimizer.kind=adamw, or learner.kind=local",
+            "optimizer.kind",
+            "learner.kind",
+        )
+    if getattr(stage.learner, "own_adamw", False):
+        if _kind(stage.optimizer) != "adamw":
+            yield clash(
+                f"learner.kind={learner} brings AdamW of its own, and no other optimizer: set optimizer.kind=adamw, or "
+                "learner.kind=dtensor",
+                "optimizer.kind",
+                "learner.kind",
+            )
+        if stage.optimizer.ema_decay is not None:
+            yield clash(
+                f"optimizer.ema_decay asks for a running average, and the optimizer of learner.kind={learner} keeps none: "
+                "remove it, or set learner.kind=dtensor",
+                "optimizer.ema_decay",
+                "learner.kind",
+            )
+
+
+def _saved(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.checkpoint.background and _kind(stage.learner) != "local":
+        yield clash(
+            f"checkpoint.background copies what this process holds, and learner.kind={_kind(stage.learner)} writes its own "
+            "parts at once: remove it, or set learner.kind=local",
+            "checkpoint.background",
+            "learner.kind",
+        )
+
+
+def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    kind = _kind(config.cluster)
+    generates = kind == "ray" and _kind(stage.generator) == "workers"
+    if kind in ("ray", "torchrun") and _kind(stage.learner) == "local" and not generates:
+        yield clash(
+            f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this one: set learner.kind=dtensor "
+            "or remove cluster",
+            "cluster.kind",
+            "learner.kind",
+        )
+
+
+def _turns(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Weights that are sent lie in main memory then."""
+    if not getattr(config.cluster, "colocated", False):
+        return
+    if not getattr(stage.generator, "placeable", True):
+        yield clash(
+            "cluster.colocated lets learner and generator use accelerators by turns, and "
+            f"generator.kind={_kind(stage.generator)} never leaves its own: set it to vllm, or remove cluster.colocated",
+            "cluster.colocated",
+            "generator.kind",
+        )
+    if not getattr(stage.learner, "placeable", True):
+        yield clash(
+            "cluster.colocated lets learner and generator use accelerators by turns, and "
+            f"learner.kind={_kind(stage.learner)} never leaves its own: set it to dtensor, or remove cluster.colocated",
+            "cluster.colocated",
+            "learner.kind",
+        )
+    if _kind(stage.link) == "cuda_ipc" or getattr(stage.link, "backend", "") == "nccl":
+        yield clash(
+            "cluster.colocated sends weights from main memory, where the learner's are in the generator's turn, and this link "
+            "takes them from an accelerator: set link.kind=auto",
+            "cluster.colocated",
+            "link.kind",
+        )
+
+
+def _kind(section: Section) -> str:
+    return getattr(section, "kind", "")
+
+
+PLACE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
+    _learners,
+    _ranks,
+    _divided,
+    _saved,
+    _cluster,
+    _turns,
+)
+
+
+def _spread(learner: Any) -> bool:
+    """Whether it trains in processes of its own."""
+    return hasattr(learner, "provider")

@@ -1,0 +1,121 @@
+"""Checks across keys: low precision that the machine or the packages here can't do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ratchet.config.checks.clash import Conflict, clash
+from ratchet.config.schema import RunConfig, StageConfig
+
+BITS, ENGINE = "bitsandbytes", "transformer_engine"
+CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of its driver; the second inside Windows
+
+
+def _optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    package = stage.optimizer.needs
+    if package is not None and find_spec(package) is None:
+        yield clash(
+            f"optimizer.kind={getattr(stage.optimizer, 'kind', '')} computes by the package {package}, which is not installed: "
+            "pip install 'ratchet[quantised]', or set optimizer.kind=adamw",
+            "optimizer.kind",
+        )
+
+
+def _base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.lora is None or stage.lora.base is None:
+        return
+    form, learner = stage.lora.base, getattr(stage.learner, "kind", "")
+    if reason := _missing(form):
+        yield clash(f"lora.base={form} {reason}, lora.base=float8, or remove it", "lora.base")
+    if hasattr(stage.learner, "provider"):
+        yield clash(
+            f"lora.base={form} quantises whole matrices, and learner.kind={learner} divides them over processes: set "
+            "learner.kind=local, or remove lora.base",
+            "lora.base",
+            "learner.kind",
+        )
+    if config.model.backend == "transformers":
+        yield clash(
+            f"lora.base={form} quantises the maps of Ratchet's own decoder, and model.backend=transformers runs another: set "
+            "model.backend=auto, or remove lora.base",
+            "lora.base",
+            "model.backend",
+        )
+
+
+def _generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    held: Any = getattr(stage.generator, "of", stage.generator)
+    form = getattr(held, "quantise", None)
+    if form is None:
+        return
+    if reason := _missing(form):
+        yield clash(f"generator.quantise={form} {reason}, or generator.quantise=float8", "generator.quantise")
+    if held is stage.generator and not getattr(held, "copies_weights", False):
+        yield clash(
+            f"generator.quantise={form} is for weights of the generator's own, and here it reads those that are trained: "
+            "set generator={kind: workers, of: {kind: engine, quantise: %s}}, or remove it" % form,
+            "generator.quantise",
+        )
+    if getattr(held, "copies_weights", False) and _without_cuda(config):
+        yield clash(
+            f"generator.quantise={form} is computed by vLLM on CUDA devices alone, and there is none here: remove it",
+            "generator.quantise",
+        )
+
+
+def _fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    learner: Any = stage.learner
+    if getattr(learner, "fp8", None) is None:
+        return
+    asked = f"learner.fp8={learner.fp8}"
+    if _without_cuda(config):
+        yield clash(f"{asked} is computed on CUDA devices alone, and there is none here: remove learner.fp8", "learner.fp8")
+    elif find_spec(ENGINE) is None:
+        yield clash(
+            f"{asked} is computed by the package {ENGINE}, which is not installed: pip install 'transformer-engine[pytorch]', "
+            "or remove learner.fp8",
+            "learner.fp8",
+        )
+    if learner.weights != "bfloat16":
+        yield clash(
+            f"{asked} multiplies what rests in bfloat16, and learner.weights={learner.weights}: set learner.weights=bfloat16",
+            "learner.weights",
+            "learner.fp8",
+        )
+
+
+def _half(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if stage.lora is not None and getattr(stage.learner, "weights", "float32") != "float32":
+        yield clash(
+            "lora trains float32 factors beside weights that rest, and learner.weights=bfloat16 keeps copies of what trains: "
+            "set learner.weights=float32, or remove lora",
+            "learner.weights",
+            "lora",
+        )
+
+
+def _missing(form: str) -> str:
+    """Why it can't be had, up to the first remedy; "" where it can."""
+    if form != "nf4" or find_spec(BITS) is not None:
+        return ""
+    return f"is computed by the package {BITS}, which is not installed: pip install 'ratchet[quantised]'"
+
+
+def _without_cuda(config: RunConfig) -> bool:
+    """As far as can be known without torch, of a run on this machine alone."""
+    if config.device == "cpu":
+        return True
+    here = getattr(config.cluster, "kind", "") == "local"
+    return here and not any(Path(path).exists() for path in CUDA_DEVICES)
+
+
+PRECISION_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
+    _optimizer,
+    _base,
+    _generator,
+    _fp8,
+    _half,
+)

@@ -1,0 +1,44 @@
+"""Numbers of a recipe that are right each by itself, and together can't be held, or drawn with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ratchet.config.checks.clash import Conflict, clash
+from ratchet.config.schema import RunConfig, StageConfig
+
+MOST_AT_ONCE = 10**7  # trajectories, each of about a KiB at least
+
+
+def _size(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    trajectories, evaluation = stage.batch_size * stage.attempts, stage.evaluation
+    attempts = evaluation.tasks * (evaluation.greedy + evaluation.samples)
+    if trajectories > MOST_AT_ONCE:
+        yield clash(
+            f"batch_size={stage.batch_size:,} of {stage.attempts:,} attempts each is more than the {MOST_AT_ONCE:,} "
+            f"trajectories that a step can hold. Set batch_size={max(1, MOST_AT_ONCE // stage.attempts)} or less.",
+            "batch_size",
+        )
+    if attempts > MOST_AT_ONCE:
+        yield clash(
+            f"evaluation.tasks={evaluation.tasks:,} makes {attempts:,} attempts, of at most {MOST_AT_ONCE:,} that one "
+            f"evaluation can hold. Set evaluation.tasks={max(1, MOST_AT_ONCE * evaluation.tasks // attempts)} or less.",
+            "evaluation.tasks",
+            "evaluation.samples",
+        )
+
+
+def _least_temperature(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    least = getattr(stage.generator, "least_temperature", 0.0)
+    for key in ("sampling", "evaluation"):
+        temperature = getattr(stage, key).temperature or 0.0
+        if 0 < temperature < least:
+            yield clash(
+                f"{key}.temperature={temperature:g}, and generator {getattr(stage.generator, 'kind', '')} would take {least:g} "
+                f"instead. Set {key}.temperature={least:g}.",
+                f"{key}.temperature",
+                "generator.kind",
+            )
+
+
+SIZE_CHECKS = (_size, _least_temperature)

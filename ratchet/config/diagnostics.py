@@ -1,0 +1,219 @@
+"""What is wrong with a recipe, told so that it can be mended: where, which key, which value, what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from ratchet.config.key_paths import Key, children_of, keys, model_at
+from ratchet.errors import ConfigError
+from ratchet.utils.terminal_text import shortened
+
+if TYPE_CHECKING:
+    from ratchet.config.yaml_tree import Node, Origin
+
+Location = Sequence[str | int]
+
+MAX_SHOWN = 20  # problems of one recipe that are told in words
+MAX_CHARS = 1000  # of one problem's path, and of its words
+MAX_VALUE_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`message` follows the key's path."""
+
+    origin: Origin
+    message: str
+
+    def __str__(self) -> str:
+        key = f"{shortened(self.origin.path, MAX_CHARS)}: " if self.origin.path else ""
+        return f"{self.origin}: {key}{shortened(self.message, MAX_CHARS)}"
+
+
+def report(problems: Iterable[Problem]) -> ConfigError:
+    """Return one error of the first MAX_SHOWN problems in the order of files and lines, with the number of the others.
+
+    A wrong default of several stages is shown once.
+    """
+    ordered = sorted(set(problems), key=lambda p: (*_place_in_files(p.origin), p.message))
+    lines = [str(p) for p in ordered[:MAX_SHOWN]]
+    if len(ordered) == 1:
+        return ConfigError(lines[0])
+    more = [f"and {len(ordered) - MAX_SHOWN:,} more"] if len(ordered) > MAX_SHOWN else []
+    return ConfigError("\n  ".join([f"{len(ordered):,} problems:", *lines, *more]))
+
+
+def _place_in_files(origin: Origin) -> tuple[str, int, str]:
+    return origin.file, origin.line or 0, origin.path
+
+
+def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
+    """The node at a location of the resolved tree, or the nearest one above it with the keys that are left."""
+    node = tree
+    for index, part in enumerate(location):
+        inner: Any = node.value
+        if isinstance(inner, list) and isinstance(part, int) and part < len(inner):
+            node = inner[part]
+        elif isinstance(inner, dict) and part in inner:
+            node = inner[str(part)]
+        else:
+            return node, [str(p) for p in location[index:]]
+    return node, []
+
+
+def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Problem]:
+    """Yield pydantic's errors in the words of a recipe. One value that fits no branch of a union is one problem.
+
+    The words of the first MAX_SHOWN alone are looked for, since the names nearest to an unknown one cost milliseconds.
+    """
+    by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for line in error.errors(include_url=False):
+        if line["type"] != "default_factory_not_called":
+            by_place.setdefault(_place(tree, line), []).append(line)
+    places = [(*_origin_at(tree, place), place, lines) for place, lines in by_place.items()]
+    places.sort(key=lambda item: _place_in_files(item[0]))
+    for index, (origin, left, place, lines) in enumerate(places):
+        yield Problem(origin, _explained(origin, left, place, lines, tree, model) if index < MAX_SHOWN else "is wrong too")
+
+
+def _origin_at(tree: Node, place: Location) -> tuple[Origin, list[str]]:
+    node, left = locate(tree, place)
+    origin = node.origin
+    for key in left:
+        origin = origin.below(key)
+    return origin, left
+
+
+def _explained(
+    origin: Origin, left: list[str], place: Location, lines: Sequence[Mapping[str, Any]], tree: Node, model: type[Any]
+) -> str:
+    """left: the keys of `place` that the recipe does not have."""
+    first, *others = dict.fromkeys(_wanted(line) for line in lines)
+    wanted = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    value = locate(tree, place)[0].value
+    if lines[0]["type"] == "extra_forbidden":
+        return unknown_key(str(place[-1]), place[:-1], tree, model)
+    if lines[0]["type"] == "missing":
+        return _missing(place, tree, model)
+    if left or lines[0]["type"] in TELLING or isinstance(value, dict | list):
+        return wanted
+    return f"{_shown(origin.path, value)} {wanted}"
+
+
+def _place(tree: Node, line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The location without pydantic's labels of union branches, which name no key."""
+    location = tuple(line["loc"])
+    if line["type"] in ("missing", "extra_forbidden"):
+        return location
+    node, left = locate(tree, location)
+    return location if not left or node.is_section else location[: len(location) - len(left)]
+
+
+SECRET = ("api_key", "access_key", "secret", "password", "api_token", "access_token", "auth_token")
+REDACTED = "<redacted>"
+
+
+def is_secret(key: str) -> bool:
+    return key.endswith(SECRET)
+
+
+def _shown(path: str, value: Any) -> str:
+    """As YAML has it."""
+    if is_secret(path):
+        return REDACTED
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return shortened(repr(value), MAX_VALUE_CHARS)
+
+
+# --- what pydantic wanted
+
+TELLING = ("kind", "value_error")  # their messages name the value where it matters
+
+WANTED = {
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing_size": "is too large a number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "path_type": "must be the path of a file",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "too_short": "must have at least {min_length} items, has {actual_length}",
+    "too_long": "must have at most {max_length} items, has {actual_length}",
+    "string_too_short": "must not be empty",
+    "dict_type": "must be a section: keys and values",
+    "model_type": "must be a section: keys and values",
+    "value_error": "{error}",
+}
+
+
+def _wanted(line: Mapping[str, Any]) -> str:
+    context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in line.get("ctx", {}).items()}
+    template = WANTED.get(line["type"])
+    text = line["msg"] if template is None else template.format(**context)
+    if line["type"] == "literal_error" and isinstance(line["input"], str):
+        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        near = get_close_matches(line["input"], allowed, n=1)
+        text += f"; did you mean '{near[0]}'?" if near else ""
+    return text
+
+
+def _missing(place: Location, tree: Node, model: type[Any]) -> str:
+    owner = model_at(model, place[:-1], tree)
+    if owner is None or place[-1] not in owner.model_fields:
+        return "is missing"
+    description = owner.model_fields[place[-1]].description
+    return "is missing" + (f" ({description.rstrip('.')})" if description else "")
+
+
+def unlike(word: str, known: Iterable[str]) -> str:
+    """End of a message about an unknown name: the nearest known one, or all of them."""
+    names = list(known)
+    near = get_close_matches(word, names, n=1)
+    return f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(names)}"
+
+
+# --- unknown keys
+
+
+def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
+    """Where the key belongs if it exists elsewhere, else the nearest known one, else all that is known here."""
+    siblings = children_of(model, place, tree)
+    everywhere = list(keys(model))
+    elsewhere = [k for k in everywhere if k.name == key]
+    near = get_close_matches(key, siblings, n=1)
+    if elsewhere:
+        hint = f"it belongs in {_listed(elsewhere)}"
+    elif near:
+        hint = f"did you mean '{near[0]}'?"
+    else:
+        names = get_close_matches(key, {k.name for k in everywhere}, n=1, cutoff=0.75)
+        hint = f"did you mean {_listed([k for k in everywhere if k.name == names[0]])}?" if names else ""
+    return f"unknown key; {hint}" if hint else f"unknown key; known here: {', '.join(siblings)}"
+
+
+def _listed(found: Sequence[Key]) -> str:
+    """The least nested of them, with the kind that has it, unless several have."""
+    depth = min(k.written.count(".") for k in found)
+    kinds: dict[str, set[str]] = {}
+    for k in found:
+        if k.written.count(".") == depth:
+            kinds.setdefault(k.written, set()).add(k.kinds)
+    shown = [f"'{path}'" + (f" (kind {min(of)})" if len(of) == 1 and min(of) else "") for path, of in kinds.items()]
+    return " or ".join(shown[:3]) + (" ..." if len(shown) > 3 else "")

@@ -1,0 +1,43 @@
+"""One section alone, from the words of a command line: a kind, or somebody's path, and its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from ratchet.config.base import Section
+from ratchet.config.diagnostics import Problem, explain, report
+from ratchet.config.layers import as_layer
+from ratchet.config.resolve import section_class
+from ratchet.config.yaml_tree import COMMAND_LINE, Node, Origin, read_text
+from ratchet.errors import ConfigError
+
+
+def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Section:
+    """`words` are its keys ("timeout_s=5", "domains.maths=[{kind: math}]"), the values in YAML. Raises ConfigError with
+    everything that is wrong with them."""
+    section = section_class(slot, kind)
+    keys = _keys(words)
+    try:
+        return section.model_validate({"kind": kind, **keys.plain()})
+    except ValidationError as error:
+        raise report(explain(error, keys, section)) from None
+
+
+def _keys(words: Sequence[str]) -> Node:
+    parsed: dict[tuple[str, ...], Node] = {}
+    problems: list[Problem] = []
+    for text in words:
+        key, equals, value = text.partition("=")
+        path = tuple(key.strip().split("."))
+        if not equals or not all(path):
+            raise ConfigError(f"{COMMAND_LINE}: override '{text}' is not of the form key=value")
+        node, found = read_text(value, COMMAND_LINE, ".".join(path))
+        parsed[path] = replace(node, origin=replace(node.origin, line=None))
+        problems += found
+    keys = as_layer(parsed, Node({}, Origin(COMMAND_LINE, None, "")), problems)
+    if problems:
+        raise report(problems)
+    return keys

@@ -1,0 +1,120 @@
+"""The schema as a list of keys: for suggestions, and for the test that every declared key is read somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import isclass
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from ratchet.config.base import Section
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import Slot, kind_of, section_class
+from ratchet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ratchet.config.yaml_tree import Node
+
+STAGES = "stages"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """`path` has the kind in brackets where a section has one: stages.algorithm[grpo].group_size."""
+
+    path: str
+    leaf: bool
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def written(self) -> str:
+        """As a recipe may write it: a stage's key at the top, where it is the default of all stages."""
+        return re.sub(r"\[.*?\]", "", self.path.removeprefix(f"{STAGES}."))
+
+    @property
+    def kinds(self) -> str:
+        """Those that the sections around it must have, outermost first."""
+        return ", ".join(re.findall(r"\[(.*?)\]", self.path))
+
+
+def slot_of(field: FieldInfo) -> Slot | None:
+    return next((mark for mark in field.metadata if isinstance(mark, Slot)), None)
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section in an annotation, within tuple, union or Annotated."""
+    if isclass(annotation) and issubclass(annotation, Section):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := section_of(part))), None)
+
+
+@cache
+def keys(model: type[Section], prefix: str = "") -> tuple[Key, ...]:
+    """Every key below a section, with all built-in kinds of the sections that have some."""
+    return tuple(_walk(model, prefix))
+
+
+def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        slot, inner = slot_of(field), section_of(field.annotation)
+        if name == "kind":
+            continue
+        yield Key(path, leaf=inner is None)
+        if slot is not None:
+            for kind in KINDS[slot.name]:
+                yield from _walk(section_class(slot.name, kind), f"{path}[{kind}].")
+        elif inner is not None:
+            yield from _walk(inner, f"{path}.")
+
+
+def leaf_keys(model: type[Section]) -> tuple[str, ...]:
+    """Every key that holds a value: "seed", "stages.optimizer[adamw].lr", "stages.algorithm[grpo].group_size", ..."""
+    return tuple(key.path for key in keys(model) if key.leaf)
+
+
+def model_at(model: type[Section], place: Sequence[str | int], tree: Node) -> type[Section] | None:
+    """The section class at a location; its kind, where it has one, is read from the tree. None below free-form values."""
+    current: type[Section] | None = model
+    node: Node | None = tree
+    slot: Slot | None = None
+    for part in place:
+        inner = node.value if node is not None else None
+        if isinstance(part, int):
+            node = inner[part] if isinstance(inner, list) and part < len(inner) else None
+        elif current is None or part not in current.model_fields:
+            return None
+        else:
+            field = current.model_fields[part]
+            node = inner.get(part) if isinstance(inner, dict) else None
+            slot, current = slot_of(field), section_of(field.annotation)
+        if slot is not None and node is not None and node.is_section:
+            current = _chosen(slot, node)
+    return current
+
+
+def _chosen(slot: Slot, node: Node) -> type[Section] | None:
+    try:
+        return section_class(slot.name, kind_of(slot.name, node.plain()))
+    except ConfigError:
+        return None
+
+
+def children_of(model: type[Section], place: Sequence[str | int], tree: Node) -> list[str]:
+    """The keys that may stand at a location; at the top those of a stage too."""
+    found = model_at(model, place, tree)
+    if found is None:
+        return []
+    known = list(found.model_fields)
+    if not place and STAGES in found.model_fields:
+        stage = section_of(found.model_fields[STAGES].annotation)
+        assert stage is not None
+        known += ["extends", *(key for key in stage.model_fields if key != "name")]
+    return known

@@ -1,0 +1,255 @@
+"""Sections chosen by `kind:`: a short built-in name, or the dotted path of anybody's class, `my_pkg.maze:Maze`.
+
+No registry needs editing for the latter, and nothing is imported but the configuration of the kind that a recipe names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from pydantic import Field, GetCoreSchemaHandler, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from ratchet.config.base import Section
+from ratchet.config.registry import DEFAULT_KIND, KINDS
+from ratchet.errors import ConfigError
+from ratchet.utils.terminal_text import shortened
+
+# Keys that a section has by its place, whatever its kind.
+PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "rewards": {"weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))},
+    "estimator": {"weight": (float, Field(1.0, description="Factor on this estimator in the sum of all."))},
+    "part": {
+        "weight": (float, Field(1.0, gt=0, description="Its share of the prompts, relative to the others'.")),
+        "tag": (str, Field("", description="The tag of its tasks; by default its kind.")),
+    },
+}
+
+
+def resolve(slot: str, values: Mapping[str, Any]) -> Section:
+    """The section of a `slot` ("algorithm", ...) from a recipe's mapping.
+
+    Raises ConfigError for an unknown or unusable kind, pydantic's ValidationError for wrong values.
+    """
+    return section_class(slot, kind_of(slot, values)).model_validate(dict(values))
+
+
+def kind_of(slot: str, values: Mapping[str, Any]) -> str:
+    kind = values.get("kind", DEFAULT_KIND.get(slot))
+    if kind is None:
+        raise ConfigError(f"is missing; set it to one of {', '.join(KINDS[slot])}, or to a path such as my_pkg.module:Class")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{kind!r} is not a name")
+    return kind
+
+
+@cache
+def section_class(slot: str, kind: str) -> type[Section]:
+    """The class that validates `kind`, with `kind` among its fields, so that a saved section says what it is."""
+    if ":" in kind:
+        made = _of_import_path(slot, kind)
+        _require_methods(slot, kind)
+    elif kind in KINDS[slot]:
+        made = imported(KINDS[slot][kind])
+    else:
+        raise ConfigError(_unknown(slot, kind))
+    missing = {name: spec for name, spec in PLACE_FIELDS.get(slot, {}).items() if name not in made.model_fields}
+    if "kind" not in made.model_fields:
+        missing["kind"] = (Literal[kind], kind)
+    if not missing:
+        return made
+    return create_model(made.__name__, __base__=made, __doc__=made.__doc__, __module__=made.__module__, **missing)
+
+
+def with_kind(slot: str, section: Section) -> Section:
+    """A section made in Python, given the keys that its place adds, so that a dump of it loads again."""
+    made = type(section)
+    path = f"{made.__module__}:{made.__qualname__}"
+    kind = getattr(section, "kind", None) or next((k for k, known in KINDS[slot].items() if known == path), path)
+    wanted = section_class(slot, kind)
+    return section if isinstance(section, wanted) else wanted.model_validate(dict(section))
+
+
+def construct(section: Section, /, *arguments: Any, **named: Any) -> Any:
+    """Calls what the section's `builds` ("module:callable") names, with the section first."""
+    return imported(section.builds)(section, *arguments, **named)
+
+
+def _unknown(slot: str, kind: str) -> str:
+    near = get_close_matches(kind, KINDS[slot], n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    example = f"; a class of your own is named by its path, my_pkg.module:Class{_as_path(kind)}"
+    return f"'{kind}' is unknown: {hint}there are {', '.join(KINDS[slot])}{example}"
+
+
+def _as_path(kind: str) -> str:
+    module, _, name = kind.rpartition(".")
+    return f" (here {module}:{name}?)" if module else ""
+
+
+# --- kinds given by import path
+
+# What a class of these slots is called by (`ratchet.protocols`); what a function makes is known when it is called.
+METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("environment", "part", "played"), ("tasks", "reset", "step", "close"))
+
+
+def imported(path: str) -> Any:
+    """Raises ConfigError with the reason. Other errors of the user's own module keep their traceback."""
+    module, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ConfigError(f"{shortened(path, 200)!r} is no path of a class or a function: write it as my_pkg.module:Class")
+    try:
+        found = import_module(module)
+    except (ImportError, SyntaxError) as error:
+        reason = f"{type(error).__name__}: {shortened(str(error), 500)}"
+        raise ConfigError(
+            f"'{path}' can't be imported ({reason}); is it installed, or in the directory that you start from?"
+        ) from error
+    if not hasattr(found, name):
+        near = get_close_matches(name, vars(found), n=1)
+        raise ConfigError(f"module {module} has no '{name}'" + (f"; did you mean '{module}:{near[0]}'?" if near else ""))
+    return getattr(found, name)
+
+
+def _of_import_path(slot: str, kind: str) -> type[Section]:
+    target = imported(kind)
+    if _is_section(target):
+        return target
+    if not callable(target):
+        raise ConfigError(f"'{kind}' is neither a class nor a function")
+    config = getattr(target, "Config", None)
+    if config is None:
+        return _of_signature(slot, kind, target)
+    if not _is_section(config):
+        raise ConfigError(f"{kind}.Config must derive from ratchet.config.base.Section")
+    return _built_by(kind, config)
+
+
+def _require_methods(slot: str, kind: str) -> None:
+    """Raise ConfigError for a class that can't be what its slot wants."""
+    target = imported(kind)
+    if inspect.isclass(target) and not _is_section(target):
+        lacking = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
+        if lacking:
+            raise ConfigError(f"'{kind}' is no {slot}: the class has no {', '.join(lacking)}")
+
+
+def _is_section(found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, Section)
+
+
+def _built_by(kind: str, config: type[Section]) -> type[Section]:
+    """The section of a class that takes it as its one argument."""
+    return config if config.builds else type(config.__name__, (config,), {"builds": kind, "__module__": config.__module__})
+
+
+class Unpacked(Section):
+    """Section of a class or function without `Config`: its fields are the parameters, handed over by name."""
+
+    builds: ClassVar[str] = "ratchet.config.resolve:call_unpacked"
+    target: ClassVar[str] = ""
+    parameters: ClassVar[frozenset[str]] = frozenset()
+    binds: ClassVar[bool] = False  # the target is itself what was asked for, its parameters are to be bound
+
+
+def call_unpacked(section: Unpacked, *context: Any, **named: Any) -> Any:
+    """What `builds` of an `Unpacked` section names. The context that built-in kinds get is not for it."""
+    values = {name: getattr(section, name) for name in section.parameters}
+    target = imported(section.target)
+    return partial(target, **values) if section.binds else target(**values)
+
+
+# Slots whose dotted path may name a plain function, and how many arguments it is called with; the others are its keys.
+FUNCTION_ARGUMENTS = {"rewards": 2, "advantage": 2, "estimator": 2, "policy_loss": 2, "shaping": 2, "agent": 3}
+
+
+def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Section]:
+    binds = slot in FUNCTION_ARGUMENTS and inspect.isfunction(target)
+    owner = target.__init__ if inspect.isclass(target) else target
+    try:
+        hints = get_type_hints(owner, include_extras=True)
+        parameters = list(inspect.signature(target).parameters.values())[FUNCTION_ARGUMENTS[slot] if binds else 0 :]
+    except (NameError, TypeError, ValueError, AttributeError) as error:  # of things written in C, say
+        raise ConfigError(f"the annotations of '{kind}' can't be read: {error}") from error
+    if len(parameters) == 1 and _is_section(hints.get(parameters[0].name)):
+        return _built_by(kind, hints[parameters[0].name])
+    fields: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"'{kind}' takes '{parameter}', which has no keys: name its parameters, or give it a `Config`")
+        if parameter.name == "kind" or hasattr(Section, parameter.name) or parameter.name in PLACE_FIELDS.get(slot, {}):
+            raise ConfigError(f"the parameter '{parameter.name}' of '{kind}' is a key that every section has: rename it")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints.get(parameter.name, Any), default)
+    try:
+        made = create_model(kind.partition(":")[2], __base__=Unpacked, **fields)
+    except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
+        raise ConfigError(f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`") from error
+    made.target, made.parameters, made.binds = kind, frozenset(fields), binds
+    return made
+
+
+# --- the place of such a section in the schema
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Marks a field whose section (or, with `many`, list of sections) is chosen by `kind:`; with `optional`, null is none."""
+
+    name: str
+    many: bool = False
+    optional: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.choose, handler(source))
+
+    def choose(self, value: Any) -> Any:
+        if value is None and self.optional:
+            return None
+        if not self.many:
+            return self._choose_one(value)
+        if not isinstance(value, list | tuple):
+            raise PydanticCustomError("no_list", "must be a list of sections, each with its kind")
+        chosen: list[Any] = []
+        errors: list[InitErrorDetails] = []
+        for index, item in enumerate(value):
+            try:
+                chosen.append(self._choose_one(item))
+            except (ValidationError, PydanticCustomError) as error:
+                errors += _located(error, index)
+        if errors:
+            raise ValidationError.from_exception_data(self.name, errors)
+        return tuple(chosen)
+
+    def _choose_one(self, value: Any) -> Any:
+        if isinstance(value, Section):
+            return with_kind(self.name, value)
+        if not isinstance(value, Mapping):
+            example = "{kind: %s}" % (value if isinstance(value, str) else next(iter(KINDS[self.name])))
+            raise PydanticCustomError("no_section", "must be a section with its kind, as {example}", {"example": example})
+        try:
+            return resolve(self.name, value)
+        except ConfigError as error:
+            reason = PydanticCustomError("kind", "{reason}", {"reason": str(error)})
+            raise ValidationError.from_exception_data(
+                self.name, [InitErrorDetails(type=reason, loc=("kind",), input=value.get("kind"))]
+            ) from error
+
+
+def _located(error: ValidationError | PydanticCustomError, index: int) -> list[InitErrorDetails]:
+    """The line errors of one item, moved below its index."""
+    if isinstance(error, PydanticCustomError):
+        return [InitErrorDetails(type=error, loc=(index,), input=None)]
+    moved = []
+    for line in error.errors():
+        context = {**line.get("ctx", {}), "message": line["msg"]}
+        kind = PydanticCustomError(line["type"], "{message}", context)  # pyright: ignore[reportArgumentType]
+        moved.append(InitErrorDetails(type=kind, loc=(index, *line["loc"]), input=line["input"]))
+    return moved

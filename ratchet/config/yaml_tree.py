@@ -1,0 +1,324 @@
+"""YAML as a tree whose every value knows where it was written, so that an error found much later names file and line.
+
+A small file can stand for a huge tree (anchors that repeat anchors), or take a parser's stack or hours: so a recipe is read
+within a `Budget`. What a file holds that is no recipe is not repeated in messages.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from ratchet.config.diagnostics import Problem
+from ratchet.errors import ConfigError
+from ratchet.utils import safe_read
+from ratchet.utils.terminal_text import shortened
+
+COMMAND_LINE = "command line"
+MAX_BYTES = 512 << 10  # PyYAML reads about 100 KiB a second
+MAX_WRITTEN = 10_000
+MAX_NODES = 100_000
+MAX_DEPTH = 64
+MAX_KEY_CHARS = 200
+MAX_DIGITS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`file` is a path or "command line"; `path` the dotted path as an override would write it."""
+
+    file: str
+    line: int | None
+    path: str
+
+    def __str__(self) -> str:
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+    def below(self, key: str) -> Origin:
+        return replace(self, path=f"{self.path}.{key}" if self.path else key)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`value`: a dict of nodes by key, a list of nodes, or a scalar."""
+
+    value: Any
+    origin: Origin
+
+    @property
+    def is_section(self) -> bool:
+        return isinstance(self.value, dict)
+
+    def get(self, key: str) -> Node | None:
+        return self.value.get(key) if self.is_section else None
+
+    def scalar(self, key: str) -> Any:
+        """Value of a scalar child; None where there is no such child."""
+        child = self.get(key)
+        return None if child is None or isinstance(child.value, dict | list) else child.value
+
+    def plain(self) -> Any:
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def leaves(self) -> Iterator[Node]:
+        if not self.is_section:
+            yield self
+            return
+        for child in self.value.values():
+            yield from child.leaves()
+
+
+# --- scalars: the core schema of YAML 1.2, where PyYAML has that of 1.1 (1e-3 is text there, off and no are booleans,
+# 010 is 8, 12:30:00 is 45000). Python's underscores in numbers are kept.
+
+SCALARS: tuple[tuple[str, str, str], ...] = (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?\d+(_\d+)*", "-+0123456789"),
+    ("float", r"[-+]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][-+]?\d+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+    ("merge", r"<<", "<"),
+)
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, starts in SCALARS:
+        for start in starts:
+            table.setdefault("" if start == "\0" else start, []).append(
+                (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
+            )
+    return table
+
+
+@dataclass
+class Budget:
+    """What a recipe, with all that it extends, may still take. bytes: of its files; written: values and keys in them; nodes:
+    values once each anchor stands where it is named."""
+
+    bytes: int = MAX_BYTES
+    written: int = MAX_WRITTEN
+    nodes: int = MAX_NODES
+
+    def take_written(self, file: str, line: int) -> None:
+        """Raise ConfigError where a recipe has more values than MAX_WRITTEN."""
+        self.written -= 1
+        if self.written < 0:
+            raise ConfigError(
+                f"{file}:{line}: a recipe holds at most {MAX_WRITTEN:,} keys and values: move data into files of data"
+            )
+
+    def take_node(self, where: Origin) -> None:
+        """Raise ConfigError where anchors make more values than MAX_NODES."""
+        self.nodes -= 1
+        if self.nodes < 0:
+            raise ConfigError(f"{where}: anchors and merges make more than {MAX_NODES:,} values of this recipe: write fewer")
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _resolvers()  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self, text: str, file: str, budget: Budget) -> None:
+        super().__init__(text)
+        self.file, self.budget, self.depth = file, budget, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Compose as PyYAML does, which is recursive, within the budget and MAX_DEPTH."""
+        self.budget.take_written(self.file, self.line + 1)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            _refuse_depth(f"{self.file}:{self.line + 1}")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _refuse_depth(where: Origin | str) -> NoReturn:
+    raise ConfigError(f"{where}: values are nested more than {MAX_DEPTH} deep: no recipe needs that")
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _resolvers()  # pyright: ignore[reportAssignmentType]
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _scalar(node: yaml.ScalarNode, where: Origin) -> Any:
+    """Raises ConfigError for a tag that is not of the core schema, and for a number that no key can take."""
+    text = node.value
+    match node.tag.rpartition(":")[2]:
+        case "null":
+            return None
+        case "bool":
+            return text.lower() == "true"
+        case "int":
+            return _integer(text, where)
+        case "float":
+            try:
+                return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+            except ValueError:  # `!!float x`
+                raise ConfigError(f"{where}: {shortened(text, 40)!r} is not a number") from None
+        case "str":
+            return text
+        case other:
+            raise ConfigError(f"{where}: the YAML tag {shortened(other, 40)} is not for recipes: remove it")
+
+
+def _integer(text: str, where: Origin) -> int:
+    # Python converts at most 4,300 digits, and a float holds at most 308.
+    if len(text) > MAX_DIGITS:
+        raise ConfigError(f"{where}: a whole number of {len(text):,} digits is too large: write at most {MAX_DIGITS}")
+    try:
+        return int(text)
+    except ValueError:  # `!!int x`
+        raise ConfigError(f"{where}: {text!r} is not a whole number") from None
+
+
+# --- reading
+
+
+@dataclass
+class _Reader:
+    file: str
+    budget: Budget
+    problems: list[Problem] = field(default_factory=list)
+    open_nodes: list[int] = field(default_factory=list)  # of the branch being read, against an anchor within itself
+
+    def read(self, node: yaml.Node, path: str) -> Node:
+        origin = Origin(self.file, node.start_mark.line + 1, path)
+        if id(node) in self.open_nodes:
+            raise ConfigError(f"{origin}: an anchor contains itself")
+        self.budget.take_node(origin)
+        if len(self.open_nodes) >= MAX_DEPTH:
+            _refuse_depth(origin)
+        self.open_nodes.append(id(node))
+        if isinstance(node, yaml.MappingNode):
+            value: Any = self._section(node, origin)
+        elif isinstance(node, yaml.SequenceNode):
+            value = [self.read(item, origin.below(_label(item, i)).path) for i, item in enumerate(node.value)]
+        else:
+            assert isinstance(node, yaml.ScalarNode)
+            value = _scalar(node, origin)
+        self.open_nodes.pop()
+        return Node(value, origin)
+
+    def _section(self, node: yaml.MappingNode, origin: Origin) -> dict[str, Node]:
+        merged: dict[str, Node] = {}
+        own: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag.endswith(":merge"):
+                merged |= self._merged(value_node, origin)
+                continue
+            key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else ""
+            if not key:
+                raise ConfigError(f"{self.file}:{line}: a key must be a word")
+            if len(key) > MAX_KEY_CHARS:
+                raise ConfigError(f"{self.file}:{line}: a key of {len(key):,} characters is none of a recipe's")
+            child = self.read(value_node, origin.below(key).path)
+            child = replace(child, origin=replace(child.origin, line=line))
+            if key in own:
+                first = own[key].origin.line
+                self.problems.append(Problem(child.origin, f"is set twice, here and in line {first}: remove one"))
+            own[key] = child
+        return merged | own
+
+    def _merged(self, node: yaml.Node, origin: Origin) -> dict[str, Node]:
+        """Content of `<<: *anchor` or `<<: [*a, *b]`, where earlier ones win."""
+        read = self.read(node, origin.path)
+        found: dict[str, Node] = {}
+        for item in reversed(read.value if isinstance(read.value, list) else [read]):
+            if not item.is_section:
+                raise ConfigError(f"{item.origin}: << must name an anchor of a section")
+            found |= item.value
+        return found
+
+
+def _label(item: yaml.Node, index: int) -> str:
+    """Items are called by their `name` where they have one, as stages do; otherwise by their position."""
+    if isinstance(item, yaml.MappingNode):
+        for key, value in item.value:
+            if key.value == "name" and isinstance(value, yaml.ScalarNode):
+                return shortened(value.value, MAX_KEY_CHARS)
+    return str(index)
+
+
+def read_text(text: str, file: str, path: str = "", budget: Budget | None = None) -> tuple[Node, list[Problem]]:
+    """The tree of one YAML document, and its duplicate keys. Raises ConfigError where it isn't YAML, or above the budget."""
+    budget = budget or Budget()
+    try:
+        root = _Loader(text, file, budget).get_single_node()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = file if mark is None else f"{file}:{mark.line + 1}, column {mark.column + 1}"
+        detail = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{where}: is not YAML: {_without_content(detail)}") from error
+    if root is None:
+        return Node(None, Origin(file, None, path)), []
+    reader = _Reader(file, budget)
+    return reader.read(root, path), reader.problems
+
+
+def _without_content(detail: str) -> str:
+    """PyYAML's words without names from the file, which may be no recipe; single characters and its own <words> stay."""
+    return shortened(re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail), 200)
+
+
+def _is_mark(word: str) -> bool:
+    return len(word) <= 2 or word.startswith("<")
+
+
+def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Problem]]:
+    """Raises ConfigError for a file that is missing (naming one nearby), unreadable, empty, no mapping of keys, too large."""
+    budget = budget or Budget()
+    try:
+        content = safe_read.read_bytes(path, MAX_BYTES)
+        text = safe_read.decode(content)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no recipe {path}{_nearby(path)}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path} is a directory; a recipe is a YAML file") from error
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}: save it as UTF-8") from error
+    budget.bytes -= len(content)
+    if budget.bytes < 0:
+        raise ConfigError(f"{path}: a recipe and all that it extends hold at most {safe_read.size_text(MAX_BYTES)}")
+    root, problems = read_text(text, str(path), budget=budget)
+    if root.value is None:
+        raise ConfigError(f"{path} is empty: a recipe needs at least model, algorithm and environment")
+    if not root.is_section:
+        what = "a list" if isinstance(root.value, list) else "a single value"
+        raise ConfigError(f"{path} must hold keys and values (`model: ...`), not {what}")
+    return root, problems
+
+
+def _nearby(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f": there is no folder {folder}"
+    try:
+        recipes = sorted(p.name for p in islice(folder.iterdir(), 1000) if p.suffix in (".yaml", ".yml"))
+    except OSError:  # a folder that may not be listed
+        return ""
+    wanted = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
+    near = difflib.get_close_matches(wanted, recipes, n=1)
+    return f": did you mean {folder / near[0]}?" if near else ""
+
+
+def write_text(values: Mapping[str, Any]) -> str:
+    """YAML that `read_text` reads back to equal values."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)

@@ -1,0 +1,112 @@
+"""Tokenizers made in code: one token a character, one a byte, or byte-level BPE trained on given texts. All save as Hugging
+Face directories. Their special tokens fit the template `turns`; their default template is `plain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from ratchet.data.chat.chat_templates import BUILTIN
+from ratchet.data.chat.tokenizer import Tokenizer, load_tokenizer
+from ratchet.data.config import PRINTABLE, AutoTokenizerConfig, ByteBPEConfig, BytesConfig, CharactersConfig
+from ratchet.data.jsonl import decode, raw_lines
+from ratchet.errors import ConfigError, DataError
+from ratchet.utils.safe_read import open_file
+
+SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>", "<tool>", "<reserved_0>")
+BYTES = 256
+
+# No merge reaches over these bounds: words with the space before them, single digits, punctuation, line breaks. (The pattern
+# of Qwen2's tokenizer, so that made models meet the same habits as real ones.)
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def character_tokenizer(
+    alphabet: str = PRINTABLE,
+    *,
+    multiple_of: int = 8,
+    controls: Sequence[str] = (),
+    eos: str = "<eos>",
+    template: str = BUILTIN["plain"],
+) -> Tokenizer:
+    """One token a character of `alphabet`, after the special tokens; reserved tokens fill up to a multiple of `multiple_of`.
+    Any other character raises DataError when it is encoded. controls: further special tokens, of which `eos` may be one.
+    Raises ConfigError for an alphabet with repetitions."""
+    if not alphabet or len(set(alphabet)) < len(alphabet):
+        raise ConfigError(f"tokenizer.alphabet {alphabet!r} must hold each of its characters once")
+    specials = [*SPECIALS, *controls]
+    used = len(specials) + len(alphabet)
+    reserved = [f"<reserved_{i + 1}>" for i in range(-used % multiple_of)]
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet, *reserved])}
+    backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return _wrap(backend, [*specials, *reserved], {"unk_token": "<unk>", "eos_token": eos}, template)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte of UTF-8: covers every text."""
+    return byte_bpe_tokenizer((), vocab_size=len(SPECIALS) + BYTES)
+
+
+def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE trained on `texts`: covers every text, and depends on nothing but its arguments. It has fewer than
+    `vocab_size` tokens when the texts run out of pairs. Raises ConfigError for a size that can't hold the bytes."""
+    if vocab_size < len(SPECIALS) + BYTES:
+        raise ConfigError(f"vocab_size={vocab_size} can't hold 256 bytes and {len(SPECIALS)} special tokens: use 264 or more")
+    backend = Backend(models.BPE())
+    words, as_bytes = pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _wrap(backend, SPECIALS, {})
+
+
+def _wrap(backend: Backend, specials: Sequence[str], names: dict[str, str], template: str = BUILTIN["plain"]) -> Tokenizer:
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    config = {"pad_token": "<pad>", "eos_token": "<eos>", "clean_up_tokenization_spaces": False, **names}
+    return Tokenizer(backend, config=config, chat_template=template)
+
+
+# --- from configuration: (section, the model's directory or hub id) -> Tokenizer
+
+
+def build_auto(config: AutoTokenizerConfig, model: str | None) -> Tokenizer:
+    source = config.path or model
+    if source is None:
+        raise ConfigError(
+            "tokenizer.kind 'auto' reads the model's tokenizer, but the model starts from random weights: "
+            "set tokenizer.path to a directory, or tokenizer.kind to 'characters' or 'bytes'"
+        )
+    return load_tokenizer(source, revision=config.revision)
+
+
+def build_characters(config: CharactersConfig, model: str | None) -> Tokenizer:
+    return character_tokenizer(config.alphabet)
+
+
+def build_bytes(config: BytesConfig, model: str | None) -> Tokenizer:
+    return byte_tokenizer()
+
+
+def build_byte_bpe(config: ByteBPEConfig, model: str | None) -> Tokenizer:
+    return byte_bpe_tokenizer(_lines(config.texts), config.vocab_size)
+
+
+def _lines(paths: Sequence[Path]) -> Iterator[str]:
+    for path in paths:
+        try:
+            with open_file(path) as file:
+                for line, offset, raw in raw_lines(file, path):
+                    yield decode(raw, path, line, offset) + "\n"
+        except OSError as error:
+            raise DataError(f"tokenizer.texts: {path} can't be read: {error.strerror}") from error

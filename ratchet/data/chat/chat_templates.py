@@ -1,0 +1,251 @@
+"""Chat templates: the built-in ones, and any Jinja template of a Hugging Face tokenizer, rendered as transformers does.
+
+Source: transformers' `apply_chat_template` (sandboxed Jinja with trimmed blocks, `raise_exception`, `strftime_now`, `tojson`
+without HTML escapes, loop controls, `{% generation %}` blocks). Messages are dictionaries in the OpenAI form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn, get_args
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from ratchet.data.chat.template_limits import WORK, MeteredEnvironment, Work
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.errors import DataError
+from ratchet.types import Message, Role
+from ratchet.utils.safe_read import read_text, size_text
+from ratchet.utils.terminal_text import shortened
+
+ROLES: tuple[str, ...] = get_args(Role)
+
+MAX_INDENT = 100
+MAX_BYTES = 128 << 10  # of a template; the longest published ones have some 20 KiB
+
+# What a message stands for in a probe: nothing that a template could contain, split, strip or escape.
+SENTINEL = "\ue000RatchetProbe\ue001"
+
+BUILTIN: Mapping[str, str] = {
+    # For small models from scratch: what was said, and EOS after each answer.
+    "plain": """\
+{%- for message in messages -%}
+    {{- message.content -}}
+    {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+""",
+    # One token opens each turn; EOS closes those of the assistant. Tool calls are written; the tools themselves are not shown.
+    "turns": """\
+{%- for message in messages -%}
+    {{- "<" + message.role + ">" + message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- "<tool_call>" + ({"name": call.function.name, "arguments": call.function.arguments} | tojson) + "</tool_call>" -}}
+    {%- endfor -%}
+    {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<assistant>" -}}{%- endif -%}
+""",
+    "chatml": """\
+{%- if tools -%}
+    {{- "<|im_start|>system\\n" -}}
+    {%- if messages[0].role == "system" -%}{{- messages[0].content + "\\n\\n" -}}{%- endif -%}
+    {{- "# Tools\\n\\nYou may call these functions:\\n<tools>" -}}
+    {%- for tool in tools -%}{{- "\\n" + (tool | tojson) -}}{%- endfor -%}
+    {{- '\\n</tools>\\n\\nCall one by <tool_call>\\n{"name": name, "arguments": object}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in (messages[1:] if tools and messages[0].role == "system" else messages) -%}
+    {{- "<|im_start|>" + message.role + "\\n" + message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- "\\n" if message.content or not loop.first -}}
+        {{- "<tool_call>\\n" + ({"name": call.function.name, "arguments": call.function.arguments} | tojson) -}}
+        {{- "\\n</tool_call>" -}}
+    {%- endfor -%}
+    {{- "<|im_end|>\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
+""",
+}
+
+
+def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
+    """The Jinja text for `choice`: a built-in name, the path of a .jinja file, Jinja text, or None for the tokenizer's own.
+    Raises DataError when there is none."""
+    if choice is None:
+        if tokenizer.chat_template is None:
+            raise DataError(
+                "the tokenizer has no chat template, so messages can't become tokens: set `tokenizer.template: chatml` "
+                "(or plain, turns, or the path of a .jinja file)"
+            )
+        return tokenizer.chat_template
+    if choice in BUILTIN:
+        return "{{- bos_token -}}\n" + BUILTIN[choice] if tokenizer.adds_bos else BUILTIN[choice]
+    if "{" in choice:
+        return choice
+    if choice.endswith(".jinja"):
+        try:
+            return read_text(choice, MAX_BYTES)
+        except OSError as error:
+            raise DataError(f"tokenizer.template: {choice} can't be read: {error.strerror}") from error
+        except ValueError as error:
+            raise DataError(f"tokenizer.template: {choice} {error}: save it as UTF-8") from error
+    raise DataError(f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN)}, or the path of a .jinja file")
+
+
+class _Generation(Extension):
+    """Some templates mark what the assistant said; Ratchet finds it without, and reads through the marks."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise ValueError(f"tojson indents by {indent}, at most {MAX_INDENT} is for templates")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    if len(source) > MAX_BYTES:
+        raise DataError(f"the chat template has more than {size_text(MAX_BYTES)}: none is so long")
+    environment = MeteredEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _tojson)
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        template = environment.from_string(source)
+        template.globals = dict(template.globals)  # of a chain of mappings each rendering makes a dictionary anew, slowly
+        return template
+    except jinja2.TemplateSyntaxError as error:
+        message = shortened(error.message or "", 400)
+        raise DataError(f"the chat template has a syntax error in line {error.lineno}: {message}") from error
+    except (RecursionError, MemoryError, OverflowError, SyntaxError, ValueError, TypeError) as error:
+        what = "it nests too deeply" if isinstance(error, RecursionError) else shortened(str(error), 400)
+        raise DataError(f"the chat template can't be compiled: {what or type(error).__name__}") from error
+
+
+class ChatTemplate:
+    """One template with its variables. The clock that `strftime_now` reads stands still, so that a prompt with today's date
+    is the same in the whole run."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any], now: datetime) -> None:
+        self.source = source
+        self._template = _compile(source)
+        self._variables = {"strftime_now": now.strftime, **variables}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool) -> str:
+        """Text of the conversation, with the header of the assistant's next turn where `prompt`.
+
+        Raises DataError for no messages, an unknown role, a role that the template leaves out, and when the template refuses.
+        """
+        if not messages:
+            raise DataError("there are no messages to render: a prompt has at least one")
+        self._check_roles(messages)
+        return self._call(_dictionaries(messages, self._dialect(messages)), tools, prompt)
+
+    def _call(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool) -> str:
+        chars = sum(len(message["content"] or "") for message in messages)
+        variables = {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        try:
+            return self._template.render({**variables, WORK: Work(len(messages), chars)})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            self._refuse(messages, shortened(str(error), 400) or type(error).__name__, error)
+        except RecursionError as error:
+            self._refuse(messages, "it calls itself too deeply", error)
+        except MemoryError as error:
+            self._refuse(messages, "memory ran out", error)
+
+    def _refuse(self, messages: list[dict[str, Any]], why: str, error: BaseException) -> NoReturn:
+        roles = shortened(", ".join(message["role"] for message in messages), 200)
+        raise DataError(f"the chat template can't render messages by ({roles}): {why}") from error
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        for i, message in enumerate(messages):
+            if message.role not in ROLES:
+                raise DataError(f"message {i} has the unknown role '{message.role}': use {', '.join(ROLES)}")
+            if message.role in ("system", "tool") and not self._shows[message.role]:
+                raise DataError(f"message {i}: the chat template leaves out what the role '{message.role}' says")
+
+    @cached_property
+    def _shows(self) -> dict[str, bool]:
+        """Whether the template writes what a role says. One that raises refuses when it is asked to render."""
+        user, said = Message("user", "u"), Message("assistant", "a")
+        probes = {
+            "system": [Message("system", SENTINEL), user],
+            "tool": [user, said, Message("tool", SENTINEL, tool_call_id="call00000")],
+        }
+        return {role: self._contains(_dictionaries(probe, DIALECTS[0]), SENTINEL) for role, probe in probes.items()}
+
+    def _contains(self, messages: list[dict[str, Any]], text: str) -> bool:
+        try:
+            return text in self._call(messages, None, False)
+        except DataError:
+            return True
+
+    def _dialect(self, messages: Sequence[Message]) -> Dialect:
+        """How the template wants tool calls: its arguments as an object or as JSON, and no content as "" or None."""
+        return self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
+
+    @cached_property
+    def _tool_dialect(self) -> Dialect:
+        user = {"role": "user", "content": "u"}
+        for dialect in DIALECTS:
+            call = {"name": "f", "arguments": dialect[1]({"k": SENTINEL})}
+            calls = [{"id": "call00000", "type": "function", "function": call}]
+            probe = [user, {"role": "assistant", "content": dialect[0], "tool_calls": calls}]
+            try:
+                if SENTINEL in self._call(probe, None, False):
+                    return dialect
+            except DataError:
+                continue
+        raise DataError("the chat template does not write tool calls: use one that does, or write them into the content")
+
+
+Dialect = tuple[str | None, Callable[[Mapping[str, Any]], Any]]
+DIALECTS: tuple[Dialect, ...] = (("", dict), (None, dict), ("", _tojson), (None, _tojson))
+
+
+def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, Any]]:
+    """Messages in the form that templates read. A tool's message also names the tool that it answers for."""
+    empty, arguments = dialect
+    made: list[dict[str, Any]] = []
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    for message in messages:
+        item: dict[str, Any] = {"role": message.role, "content": _content(message)}
+        if message.tool_calls:
+            item["content"] = item["content"] or empty
+            item["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call.arguments)}}
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            item["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id in names:
+                item["name"] = names[message.tool_call_id]
+        made.append(item)
+    return made
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    if isinstance(message.content, str) or all(part.type == "text" for part in message.content):
+        return message.text
+    return [{"type": "text", "text": part.value} if part.type == "text" else {"type": part.type} for part in message.content]

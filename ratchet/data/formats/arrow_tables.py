@@ -1,0 +1,122 @@
+"""Parquet and Arrow files as tables: row groups (record batches) are read as they are needed, a few of them kept."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+
+from ratchet.data.files import open_binary, reading
+from ratchet.data.jsonl import Row
+from ratchet.data.shuffle import WINDOW
+from ratchet.errors import DataError
+from ratchet.utils.object_store import is_address
+from ratchet.utils.safe_read import require_file
+
+MIN_BOMB_ROWS = 100_000
+ROWS_A_BYTE = 1  # rows that differ take several bytes each, however they are packed
+
+
+def open_arrow(path: str | Path) -> ArrowTable:
+    """Raises DataError for a file that is no such, is cut off, or holds no rows."""
+    name = str(path).lower()
+    return ParquetFile(path) if name.endswith(".parquet") else ArrowFile(path)
+
+
+class ArrowTable:
+    """blocks: rows of each row group or record batch. Nulls are None, lists lists, structs dicts."""
+
+    form = ""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+        try:
+            with reading(path):
+                self.blocks: Sequence[int] = self._open(_source(path))
+        except pa.ArrowException as error:
+            raise DataError(f"{path}: no {self.form} file, or not whole: {error}: make it again") from error
+        if not sum(self.blocks):
+            raise DataError(f"{path}: the file holds no rows")
+        self._refuse_bomb()
+        self.ends = list(accumulate(self.blocks))
+        self._kept = lru_cache(WINDOW)(self._block)
+
+    def _refuse_bomb(self) -> None:
+        """Raise DataError where a small file states so many rows that they can only repeat each other."""
+        if is_address(self.path):
+            return
+        rows, size = sum(self.blocks), Path(self.path).stat().st_size
+        if rows > MIN_BOMB_ROWS and rows > ROWS_A_BYTE * size:
+            raise DataError(
+                f"{self.path}: states {rows:,} rows in {size:,} bytes, so they repeat each other: write each different row once"
+            )
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def row(self, index: int) -> Row:
+        block = bisect_right(self.ends, index)
+        first = self.ends[block - 1] if block else 0
+        try:
+            with reading(self.path):
+                (values,) = self._kept(block).slice(index - first, 1).to_pylist()
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            raise DataError(f"{self.where(index)}: can't be read: {error}: make the file again") from error
+        return Row(index + 1, values, "row")
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
+
+    def _open(self, source: Any) -> Sequence[int]:
+        """Rows of each block."""
+        raise NotImplementedError
+
+    def _block(self, number: int) -> Any:
+        raise NotImplementedError
+
+
+class ParquetFile(ArrowTable):
+    form = "Parquet"
+
+    def _open(self, source: Any) -> Sequence[int]:
+        self._file = pyarrow.parquet.ParquetFile(source)
+        return [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
+
+    def _block(self, number: int) -> Any:
+        return self._file.read_row_group(number)
+
+
+class ArrowFile(ArrowTable):
+    """Of either form: with an index at its end, or a stream (as `datasets` writes), which is mapped into memory, not read."""
+
+    form = "Arrow"
+
+    def _open(self, source: Any) -> Sequence[int]:
+        try:
+            file = pyarrow.ipc.open_file(source)
+        except pa.ArrowInvalid:
+            source.seek(0)
+            batches: Any = list(pyarrow.ipc.open_stream(source))
+            self._batch = batches.__getitem__
+            return [batch.num_rows for batch in batches]
+        self._batch = file.get_batch
+        return [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
+
+    def _block(self, number: int) -> Any:
+        return self._batch(number)
+
+
+def _source(path: str | Path) -> Any:
+    """Mapped into memory where it lies on this machine."""
+    if is_address(path):
+        remote: IO[bytes] = open_binary(path)
+        return pa.PythonFile(remote, mode="r")
+    require_file(path)
+    return pa.memory_map(str(path))

@@ -1,0 +1,210 @@
+"""Published datasets by name: where they are, which of their columns mean what, and what judges answers to them.
+
+The columns are those that each set really has, as its card, or code that reads it, shows (said with each). A recipe may
+point a preset at files of the same form: `environment: {kind: dataset, preset: gsm8k, train: train.jsonl}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ratchet.data.formats.benchmark_rows import Shape
+
+BOXED = "\nReason step by step, and put the final answer into \\boxed{}."
+TRAINS = frozenset({"rows", "rollouts"})
+PAIRS = frozenset({"rows", "pairs"})
+F1 = {"kind": "similarity", "measure": "bag", "ignore_case": True}  # as usual for short answers (arXiv:1606.05250)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A dataset as it is published.
+
+    hub, subset: its id and configuration there. train, test: its splits; "" where it has none. columns: its names for the
+    usual ones (docs/data.md), of nested values with dots. prompt: a template over its columns, "" where a column is the
+    prompt. answer_after: what the answer's column holds before the answer. keep: rows to train on, as in a recipe. distinct:
+    it repeats prompts, of which one each is kept. trees: its rows are messages of trees. shape: what makes its rows into
+    those that the other fields describe. tag: the column that says which domain a row is of. gives: what algorithms may learn
+    from it. reward: a kind, or a section, of what judges answers; "" where nothing here can.
+    """
+
+    hub: str
+    columns: Mapping[str, str]
+    subset: str | None = None
+    train: str = "train"
+    test: str = ""
+    prompt: str = ""
+    answer_after: str = ""
+    keep: tuple[Mapping[str, Any], ...] = ()
+    distinct: bool = False
+    trees: bool = False
+    shape: Shape | None = None
+    tag: str = ""
+    gives: frozenset[str] = TRAINS
+    reward: str | Mapping[str, Any] = ""
+    about: str = field(default="", compare=False)
+
+
+PRESETS: Mapping[str, Preset] = {
+    # Columns: question, answer ("...#### 72"); configurations main and socratic. Seen: the published files.
+    "gsm8k": Preset(
+        "openai/gsm8k",
+        {"prompt": "question", "answer": "answer", "solution": "answer"},
+        subset="main",
+        test="test",
+        prompt='{question}\nEnd with "#### " and the answer as a number.',
+        answer_after="####",
+        reward="numeric_answer",
+        about="grade school maths, arXiv:2110.14168",
+    ),
+    # problem, generated_solution, expected_answer, problem_source; splits train (14M rows), train_5M, train_2M, train_1M.
+    # Seen: NeMo RL's openmathinstruct2 loader (split train_1M), and other code that reads it.
+    "openmathinstruct2": Preset(
+        "nvidia/OpenMathInstruct-2",
+        {"prompt": "problem", "answer": "expected_answer", "solution": "generated_solution"},
+        train="train_1M",
+        prompt="{problem}" + BOXED,
+        reward="math",
+        about="synthetic solutions, arXiv:2410.01560",
+    ),
+    # problem, answer, solution. Seen: code that reads it, NeMo RL's deepscaler loader among it.
+    "deepscaler": Preset(
+        "agentica-org/DeepScaleR-Preview-Dataset",
+        {"prompt": "problem", "answer": "answer"},
+        prompt="{problem}" + BOXED,
+        distinct=True,
+        reward="math",
+        about="competition problems with answers",
+    ),
+    # data_source, prompt [{role, content}], ability, reward_model {ground_truth, style}, extra_info {index}; each of the 17k
+    # prompts about a hundred times. Seen: AISBench's page of the set, code that reads it.
+    "dapo_math_17k": Preset(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        {"prompt": "prompt", "answer": "reward_model.ground_truth"},
+        distinct=True,
+        reward="math",
+        about="competition problems with whole numbers as answers, arXiv:2503.14476",
+    ),
+    # source, problem, solution (the answer in \boxed{}, but in proofs), messages; splits train, test. Seen: code that reads it.
+    "numinamath_cot": Preset(
+        "AI-MO/NuminaMath-CoT",
+        {"prompt": "problem", "answer": "solution", "solution": "solution"},
+        test="test",
+        prompt="{problem}" + BOXED,
+        keep=({"column": "solution", "contains": "\\boxed{"},),
+        distinct=True,
+        reward="math",
+        about="competition problems with solutions",
+    ),
+    # problem, solution, answer, problem_type, question_type, source, uuid, generations, correctness_math_verify, ...,
+    # messages (the problem, and a generation that was verified); configurations default, extended, all. Seen: code that
+    # reads it.
+    "openr1_math": Preset(
+        "open-r1/OpenR1-Math-220k",
+        {"messages": "messages", "answer": "answer", "id": "uuid"},
+        subset="default",
+        reward="math",
+        about="reasoning by DeepSeek-R1 on NuminaMath's problems",
+    ),
+    # id, problem, solution, answer, url, year; 30 rows, split train. Seen: several evaluators that read it.
+    "aime_2024": Preset(
+        "HuggingFaceH4/aime_2024",
+        {"prompt": "problem", "answer": "answer"},
+        train="",
+        test="train",
+        prompt="{problem}" + BOXED,
+        reward="math",
+        about="AIME I and II of 2024",
+    ),
+    # problem, answer, id; 30 rows, split test. Seen: several evaluators that read it.
+    "aime_2025": Preset(
+        "math-ai/aime25",
+        {"prompt": "problem", "answer": "answer"},
+        train="",
+        test="test",
+        prompt="{problem}" + BOXED,
+        reward="math",
+        about="AIME I and II of 2025",
+    ),
+    # id, problem, solution, answer, url; 90 rows of 2022 to 2024, split train. Seen: dspy's example.
+    "aime_2022_2024": Preset(
+        "AI-MO/aimo-validation-aime",
+        {"prompt": "problem", "answer": "answer", "solution": "solution"},
+        prompt="{problem}" + BOXED,
+        reward="math",
+        about="AIME I and II of 2022 to 2024",
+    ),
+    # id, title, context, question, answers {text [...], answer_start [...]}; splits train, validation. Seen: its card.
+    "squad": Preset(
+        "rajpurkar/squad",
+        {"prompt": "question", "answer": "answers.text.0", "id": "id"},
+        test="validation",
+        prompt="{context}\n\n{question}\nAnswer with a few words of the text.",
+        reward=F1,
+        about="questions about a text, arXiv:1606.05250",
+    ),
+    # message_id, parent_id, text, role (prompter, assistant), lang, rank, deleted, message_tree_id, ...; splits train,
+    # validation. Seen: its card, and the project's notebook that reads it.
+    "oasst1": Preset(
+        "OpenAssistant/oasst1",
+        {"messages": "messages", "id": "message_id"},
+        test="validation",
+        trees=True,
+        gives=frozenset({"rows"}),
+        about="conversations by volunteers, arXiv:2304.07327",
+    ),
+    # id, messages [{content, role}], source. Seen: its card.
+    "tulu3_sft": Preset(
+        "allenai/tulu-3-sft-mixture",
+        {"messages": "messages", "id": "id"},
+        gives=frozenset({"rows"}),
+        about="instructions of many kinds, arXiv:2411.15124",
+    ),
+    # id, source, prompt, chosen, rejected (both whole conversations). Seen: code that reads it, among it NeMo RL's loader.
+    "tulu3_preference": Preset(
+        "allenai/llama-3.1-tulu-3-8b-preference-mixture",
+        {"chosen": "chosen", "rejected": "rejected", "id": "id"},
+        gives=PAIRS,
+        about="pairs on and off policy, arXiv:2411.15124",
+    ),
+    # domain, language, context [{role, content}], response1, response2, overall_preference (-3: the first is much better, to 3:
+    # the second is), individual_preference; splits train, validation. Seen: a card of a copy, NeMo RL's helpsteer3 loader.
+    "helpsteer3": Preset(
+        "nvidia/HelpSteer3",
+        {"prompt": "context", "first": "response1", "second": "response2", "preference": "overall_preference"},
+        subset="preference",
+        test="validation",
+        keep=({"column": "overall_preference", "none_of": (0,)},),
+        gives=PAIRS,
+        about="pairs compared by people, arXiv:2505.11475",
+    ),
+    # prompt, prompt_id, chosen, rejected (both whole conversations), messages, score_chosen, score_rejected; splits
+    # train_prefs, test_prefs, train_sft, ... Seen: its card; docs/preference-data.md reads the form.
+    "ultrafeedback": Preset(
+        "HuggingFaceH4/ultrafeedback_binarized",
+        {"chosen": "chosen", "rejected": "rejected", "score_chosen": "score_chosen", "score_rejected": "score_rejected"},
+        train="train_prefs",
+        test="test_prefs",
+        gives=PAIRS,
+        about="pairs scored by GPT-4, arXiv:2310.01377",
+    ),
+    # chosen, rejected: both "\n\nHuman: ...\n\nAssistant: ...". Seen: a published file.
+    "hh_rlhf": Preset(
+        "Anthropic/hh-rlhf",
+        {"chosen": "chosen", "rejected": "rejected"},
+        test="test",
+        gives=PAIRS,
+        about="helpful and harmless, arXiv:2204.05862",
+    ),
+    # task_id, prompt, entry_point, canonical_solution, test; split test. Seen: the published file.
+    "humaneval": Preset(
+        "openai/openai_humaneval",
+        {"prompt": "prompt", "solution": "canonical_solution", "id": "task_id"},
+        train="",
+        test="test",
+        reward="code",
+        about="programs, arXiv:2107.03374",
+    ),
+}

@@ -1,0 +1,21 @@
+"""All published datasets that have a name here, to learn from or to be measured on."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from ratchet.data.presets.benchmarks import BENCHMARKS
+from ratchet.data.presets.datasets import PRESETS, Preset
+from ratchet.data.presets.media_datasets import MEDIA_PRESETS
+from ratchet.errors import ConfigError
+
+PUBLISHED = {**PRESETS, **MEDIA_PRESETS, **BENCHMARKS}
+
+
+def preset_of(name: str) -> Preset:
+    """Raises ConfigError, with the nearest name, for one that is unknown."""
+    if name not in PUBLISHED:
+        near = get_close_matches(name, PUBLISHED, n=1, cutoff=0.4)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ConfigError(f"'{name}' is no preset of data: {hint}there are {', '.join(PUBLISHED)}")
+    return PUBLISHED[name]

@@ -1,0 +1,62 @@
+"""Environments of gem (arXiv:2510.01051), and those that users of ROLL write in its style."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ratchet.config.resolve import imported
+from ratchet.environments.adapters.config import GemConfig
+from ratchet.environments.adapters.reset_step import Answer, Seeded
+from ratchet.errors import ConfigError
+
+
+class GemEnvironment(Seeded):
+    """Raises ConfigError for an id or a path that there is not."""
+
+    def __init__(self, config: GemConfig) -> None:
+        super().__init__(config, config.id or str(config.path))
+        self.config = config
+        self.factory = _of_gem(config.id) if config.id else imported(str(config.path))
+
+    def make(self) -> Any:
+        return self.factory(**self.config.kwargs)
+
+    def first(self, observation: Any, info: Mapping[str, Any]) -> Answer:
+        instruction = info.get("env_instruction")
+        told = "\n".join(str(text) for text in (instruction, _text(observation, info)) if text)
+        return Answer(told, str(observation))
+
+    def act(self, text: str) -> Answer:
+        observation, reward, terminated, truncated, info = self.inner.step(text)
+        given = {**info, **info.get("metrics", {})}
+        numbers = {name: float(value) for name, value in given.items() if isinstance(value, int | float)}
+        return Answer(
+            text=_text(observation, info),
+            state=str(observation),
+            reward=float(reward),
+            done=bool(terminated or truncated),
+            metrics={**numbers, "environment_truncated": float(truncated)},
+        )
+
+
+def _text(observation: Any, info: Mapping[str, Any]) -> str:
+    """gem leaves it to a wrapper to ask for the next move: `info["suffix"]`."""
+    return "\n".join(str(text) for text in (observation, info.get("suffix")) if text)
+
+
+def _of_gem(name: str) -> Any:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        import gem
+        from gem.envs.registration import ENV_REGISTRY
+    except ImportError as error:
+        raise ConfigError(f"environment.kind 'gem' can't import gem ({error}): pip install gem-llm, or set path") from error
+    finally:  # it configures the root logger when it is imported, which is the program's to do
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    if name not in ENV_REGISTRY:
+        raise ConfigError(f"environment.id: gem has no '{name}'; gem.print_envs() lists what there is")
+    return lambda **kwargs: gem.make(name, **kwargs)

@@ -1,0 +1,88 @@
+"""Gymnasium environments with discrete or text observations and actions, by id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ratchet.environments.adapters.config import GymnasiumConfig
+from ratchet.environments.adapters.reset_step import Answer, Seeded
+from ratchet.errors import ConfigError, MissingDependency
+
+
+class GymnasiumEnvironment(Seeded):
+    """Raises ConfigError for an id that can't be made, and for spaces that are no text."""
+
+    def __init__(self, config: GymnasiumConfig) -> None:
+        super().__init__(config, config.id)
+        self.config = config
+        sample = self._first_one()
+        self.discrete = sample.action_space if hasattr(sample.action_space, "n") else None
+        self._check(sample)
+        sample.close()
+
+    def make(self) -> Any:
+        import gymnasium
+
+        return gymnasium.make(self.config.id, **self.config.kwargs)
+
+    def _first_one(self) -> Any:
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise MissingDependency("gymnasium", extra="envs", needed_for="environment.kind 'gymnasium'") from error
+        try:
+            return self.make()
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise ConfigError(f"environment.id {self.config.id}: {error}") from error
+
+    def _check(self, sample: Any) -> None:
+        from gymnasium.spaces import Discrete, Text
+
+        both = {"observation": sample.observation_space, "action": sample.action_space}
+        for name, space in both.items():
+            if not isinstance(space, Discrete | Text):
+                hint = "wrap it so that it gives text" if name == "observation" else "wrap it so that it takes text"
+                raise ConfigError(f"environment.id {self.config.id}: its {name}s are {space}, not Discrete or Text: {hint}")
+        words = len(self.config.actions)
+        if words and (self.discrete is None or words != self.discrete.n):
+            raise ConfigError(f"environment.actions names {words} actions, but those of {self.config.id} are {both['action']}")
+        if "{screen}" in self.config.prompt + self.config.reply and sample.render_mode != "ansi":
+            raise ConfigError("environment.prompt shows {screen}, which is text only with kwargs: {render_mode: ansi}")
+
+    def first(self, observation: Any, info: Mapping[str, Any]) -> Answer:
+        self._seen = observation
+        return Answer(self._filled(self.config.prompt), str(observation))
+
+    def act(self, text: str) -> Answer:
+        action = self._action(text)
+        if action is None:
+            told = "There is no such action.\n" + self._filled(self.config.reply)
+            return Answer(told, str(self._seen), metrics=_metrics(illegal=True))
+        self._seen, reward, terminated, truncated, _ = self.inner.step(action)
+        return Answer(
+            text=self._filled(self.config.reply),
+            state=str(self._seen),
+            reward=float(reward),
+            done=bool(terminated or truncated),
+            metrics=_metrics(illegal=False, truncated=bool(truncated)),
+        )
+
+    def _action(self, text: str) -> Any | None:
+        """The whole text; where actions are counted, the last word that names one, or the last number."""
+        if self.discrete is None:
+            return text if self.inner.action_space.contains(text) else None
+        words = {word.lower(): index for index, word in enumerate(self.config.actions)}
+        if not words:
+            words = {str(self.discrete.start + index): index for index in range(self.discrete.n)}
+        said = [word for word in re.findall(r"\w+", text.lower()) if word in words]
+        return self.discrete.start + words[said[-1]] if said else None
+
+    def _filled(self, template: str) -> str:
+        text = template.replace("{observation}", str(self._seen))
+        return text.replace("{screen}", str(self.inner.render())) if "{screen}" in text else text
+
+
+def _metrics(*, illegal: bool, truncated: bool = False) -> Mapping[str, float]:
+    return {"illegal_moves": float(illegal), "environment_truncated": float(truncated)}

@@ -1,0 +1,126 @@
+"""Base of the adapters for environments that speak `reset(seed)` and `step(action)`, as Gymnasium's, gem's and ROLL's do.
+
+Whatever they do may block, so it is done in a thread, and the other attempts go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from ratchet.environments.adapters.config import SeededConfig
+from ratchet.errors import DataError
+from ratchet.protocols import Step
+from ratchet.types import Message, Split, Task
+
+T = TypeVar("T")
+ONE_AT_A_TIME = threading.Lock()
+
+
+class Answer(NamedTuple):
+    """text: what the policy is told. state: what names the state that it is in now."""
+
+    text: str
+    state: str
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = {}
+
+
+class Seeded(ABC):
+    """A subclass makes the environment that it stands for, and puts what goes in and out of it into words. An instance keeps
+    its own from one episode to the next; copies make theirs."""
+
+    judges = True
+
+    def __init__(self, config: SeededConfig, name: str) -> None:
+        self.settings, self.name, self.replayable = config, name, config.replayable
+        self.inner: Any = None
+        self._random: tuple[Any, Any] | None = None
+
+    @abstractmethod
+    def make(self) -> Any: ...
+
+    @abstractmethod
+    def first(self, observation: Any, info: Mapping[str, Any]) -> Answer: ...
+
+    @abstractmethod
+    def act(self, text: str) -> Answer: ...
+
+    def __copy__(self) -> Self:
+        twin = type(self).__new__(type(self))
+        vars(twin).update({**vars(self), "inner": None, "_random": None})
+        return twin
+
+    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
+        """A task's message only names it: what the policy is asked comes with `reset`."""
+        if split == "test":
+            return (self._task(split, i, i) for i in range(start, self.settings.test_tasks))
+        return (self._task(split, i, self._seed(seed, i)) for i in itertools.count(start))
+
+    def _seed(self, seed: int, index: int) -> int:
+        return random.Random(f"{self.name}/train/{seed}/{index}").randrange(self.settings.test_tasks, 2**31)
+
+    def _task(self, split: Split, index: int, seed: int) -> Task:
+        message = Message("user", f"{self.name}, seed {seed}")
+        return Task(id=f"{self.name}/{split}/{index}", messages=(message,), environment=self.name, seed=seed, tag=self.name)
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        raise DataError(f"{self.name} comes without solutions: train with rollouts, or write demonstrations of your own")
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self._turns = 0
+        answer = await self._call(lambda: self._begin(task.seed))
+        self._state = answer.state
+        return (Message("user", answer.text),)
+
+    async def step(self, message: Message) -> Step:
+        self._turns += 1
+        before, answer = self._state, await self._call(lambda: self.act(message.text))
+        self._state = answer.state
+        done = answer.done or self._turns >= self.settings.max_turns
+        return Step(
+            messages=() if done else (Message("user", answer.text),),
+            reward=answer.reward,
+            done=done,
+            state_key=before,
+            metrics=answer.metrics,
+        )
+
+    async def close(self) -> None:
+        inner, self.inner = self.inner, None
+        if hasattr(inner, "close"):
+            await asyncio.to_thread(inner.close)
+
+    def _begin(self, seed: int) -> Answer:
+        if self.inner is None:
+            self.inner = self.make()
+        return self.first(*self.inner.reset(seed=seed))
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.to_thread(self._with_own_random if self.settings.process_random else _plain, work)
+
+    def _with_own_random(self, work: Callable[[], T]) -> T:
+        """What seeds the process's generators must neither upset what others draw, nor find them moved by others."""
+        with ONE_AT_A_TIME:
+            before = random.getstate(), np.random.get_state()
+            try:
+                if self._random is not None:
+                    random.setstate(self._random[0])
+                    np.random.set_state(self._random[1])
+                return work()
+            finally:
+                self._random = random.getstate(), np.random.get_state()
+                random.setstate(before[0])
+                np.random.set_state(before[1])
+
+
+def _plain(work: Callable[[], T]) -> T:
+    return work()

@@ -1,0 +1,297 @@
+"""Environments of the package verifiers, in its v1 interface: a taskset gives tasks, `Env.run(task, agents)` plays one with
+agents, and the task's own functions judge the trace.
+
+The policy is one of those agents. `run` goes on by itself until it asks that agent for a turn; there it waits for the message
+that Ratchet brings. What needs a box or served tools is refused: such a program talks to the proxy instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from ratchet.environments.adapters.config import VerifiersConfig
+from ratchet.environments.single_turn import Rows, held_out
+from ratchet.errors import ConfigError, DataError
+from ratchet.protocols import Step
+from ratchet.types import Message, Role, Split, Task
+
+if TYPE_CHECKING:
+    import verifiers.v1 as vf
+
+USE_PROXY = "give its own client the address of Ratchet's proxy instead"
+
+
+class VerifiersEnvironment(Rows):
+    """Raises ConfigError for a taskset that can't be loaded or played."""
+
+    name = "verifiers"
+
+    def __init__(self, config: VerifiersConfig) -> None:
+        self.config, self.replayable = config, config.replayable
+        self.inner = _loaded(config)
+        self.seat = _seat(self.inner, config.seat)
+        self.given: dict[str, vf.Task] = {}
+        self._rows: dict[Split, list[Task]] = {"train": [], "test": []}
+        self._read()
+        self._episode: asyncio.Task[vf.Episode] | None = None
+
+    def _read(self) -> None:
+        taskset = self.inner.taskset if self.config.tasks is None else self.inner.taskset.take(self.config.tasks)
+        if not taskset.bounded:
+            raise ConfigError(f"environment.taskset {self.config.taskset} is endless: set environment.tasks to a number")
+        tasks = list(taskset)
+        prompts = [_opening(task) for task in tasks]
+        alike = len(set(prompts)) < len(prompts)
+        for index, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
+            _check_needs_no_box(task)
+            text = task.hash if alike else "\n".join(message.text for message in prompt)
+            split = "test" if held_out(text) else "train"
+            known = Task(
+                id=f"{self.config.taskset}/{index}",
+                messages=prompt or (Message("user", f"{self.config.taskset}, task {index}"),),
+                environment=self.name,
+                tag=self.config.taskset,
+            )
+            self.given[known.id] = task
+            self._rows[split].append(known)
+
+    def rows(self, split: Split) -> Sequence[Task]:
+        return self._rows[split]
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        raise DataError(f"taskset {self.config.taskset} comes without solutions: train with rollouts")
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        await self.close()
+        self._turns = 0
+        self._asked, self._replies = asyncio.Queue[Sequence[Message]](), asyncio.Queue[str | None]()
+        self._episode = asyncio.create_task(self._play(self.given[task.id]))
+        asked = await self._next()
+        if asked is None:
+            raise DataError(f"{task.id}: its environment ended without asking seat '{self.seat}' for a turn")
+        return asked
+
+    async def step(self, message: Message) -> Step:
+        self._turns += 1
+        await self._replies.put(message.text)
+        asked = await self._next()
+        if asked is not None and self._turns >= self.config.max_turns:
+            await self._replies.put(None)
+            asked = await self._next()
+        if asked is not None:
+            return Step(messages=tuple(asked), reward=0.0)
+        assert self._episode is not None
+        (trace,) = self._episode.result().traces
+        parts = {name: part.value for name, part in trace.rewards.items() if part is not None}
+        numbers = {name: value for name, value in trace.metrics.items() if value is not None}
+        return Step(reward=trace.reward, done=True, metrics={**numbers, **parts})
+
+    async def close(self) -> None:
+        episode, self._episode = self._episode, None
+        if episode is not None:
+            episode.cancel()
+
+    async def _next(self) -> Sequence[Message] | None:
+        """What the policy is asked next; None once the episode is over. Raises what the environment raised."""
+        assert self._episode is not None
+        asked = asyncio.ensure_future(self._asked.get())
+        await asyncio.wait({asked, self._episode}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result()
+        asked.cancel()
+        self._episode.result()
+        return None
+
+    async def _ask(self, messages: Sequence[Message]) -> str | None:
+        await self._asked.put(messages)
+        return await self._replies.get()
+
+    async def _play(self, task: vf.Task) -> vf.Episode:
+        from verifiers.v1 import EnvInfo, Episode, TraceTask
+
+        recorded = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        episode = Episode(env=EnvInfo(id=self.inner.config.env_id), task=recorded)
+        agents: Any = _Seats(self, episode)
+        await self.inner.setup(agents)
+        await self.inner.run(task, agents)
+        await self.inner.finalize(task, episode)
+        if len(episode.traces) != 1:
+            raise DataError(f"the episode holds {len(episode.traces)} conversations of the policy, and one can be trained")
+        return episode
+
+
+class _Seats:
+    """Stands for `vf.Agents`: every seat but the policy's is empty."""
+
+    def __init__(self, table: VerifiersEnvironment, episode: vf.Episode) -> None:
+        self._policy = _Seat(table, episode)
+        self._name = table.seat
+
+    def __getattr__(self, name: str) -> _Seat:
+        if name != self._name:
+            raise DataError(f"seat '{name}' needs an agent of its own, which nobody plays here: {USE_PROXY}")
+        return self._policy
+
+
+class _Seat:
+    """Stands for `vf.Agent`."""
+
+    trainable = True
+
+    def __init__(self, table: VerifiersEnvironment, episode: vf.Episode) -> None:
+        self.table, self.episode = table, episode
+
+    async def run(self, task: vf.Task) -> vf.Trace:
+        async with self.interaction(task) as conversation:
+            await conversation.turn()
+        return conversation.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: vf.Task) -> AsyncIterator[_Conversation]:
+        conversation = _Conversation(self.table, task)
+        self.episode.traces.append(conversation.trace)
+        if len(self.episode.traces) > 1:
+            raise DataError("the policy is asked for a second conversation in one episode, and one can be trained")
+        yield conversation
+        if conversation.trace.stop_condition is None:
+            conversation.trace.stop("user_closed")
+        await task.score(conversation.trace)
+
+
+class _Conversation:
+    """Stands for `vf.Interaction`: the replies come from the policy, and the trace grows as it would there."""
+
+    def __init__(self, table: VerifiersEnvironment, task: vf.Task) -> None:
+        from verifiers.v1 import AgentInfo, Trace, TraceTask
+        from verifiers.v1.state import state_cls
+
+        self.table, self.task = table, task
+        self.trace: Any = Trace(
+            task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+            state=state_cls(type(task))(),
+            agent=AgentInfo(config=getattr(table.inner.config, table.seat)),
+        )
+        self.said: list[vf.Message] = []
+        self.over = False  # it was told so, and asks no more: as there, to ask again is an error
+
+    async def turn(self, message: str | Sequence[Any] | None = None) -> vf.Segment:
+        from verifiers.v1 import AssistantMessage, Response, Segment
+        from verifiers.v1.graph import prepare_turn
+
+        if self.over:
+            raise RuntimeError("the exchange is over (the run ended); read interaction.trace")
+        if self.trace.stop_condition is not None:
+            self.over = True
+            return Segment(messages=[], terminated=True)
+        new = _prompt(self.task) if not self.said else []
+        new += _typed(message)
+        self.said += new
+        text = await self.table._ask(tuple(map(_ours, new)))
+        if text is None:
+            self.trace.stop("max_turns")
+            self.over = True
+            return Segment(messages=[], terminated=True)
+        reply = AssistantMessage(content=text)
+        answered = Response(id="", created=0, model="policy", message=reply, finish_reason="stop")
+        prepare_turn(self.trace, list(self.said)).commit(answered)
+        self.said.append(reply)
+        await self._stopped()
+        return Segment(messages=[reply])
+
+    async def _stopped(self) -> None:
+        """The task's own `@vf.stop` functions see the trace after each reply."""
+        from verifiers.v1 import Trace
+        from verifiers.v1.session import call_hook
+
+        for hook in self.task.hooks("stop"):
+            if await call_hook(hook, {Trace: self.trace}):
+                self.trace.stop(hook.__name__)
+                return
+
+
+def _loaded(config: VerifiersConfig) -> vf.Env:
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise ConfigError(f"environment.kind 'verifiers' can't import it ({error}): pip install 'verifiers>=0.4'") from error
+    taskset = {**config.options, "id": config.taskset}
+    try:
+        made = vf.env_config_type(config.taskset, config.env.get("id", ""))
+        return vf.load_environment(made.model_validate({**config.env, "taskset": taskset}))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"environment.taskset {config.taskset}: {error}") from error
+
+
+def _seat(inner: vf.Env, wanted: str | None) -> str:
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    seats = list(agent_config_fields(inner.config))
+    if wanted is None and len(seats) == 1:
+        return seats[0]
+    if wanted not in seats:
+        raise ConfigError(f"environment.seat: the policy must play one of {', '.join(seats)}, not {wanted or 'all of them'}")
+    return wanted
+
+
+def _check_needs_no_box(task: vf.Task) -> None:
+    from verifiers.v1 import Task as Base
+    from verifiers.v1 import Trace
+    from verifiers.v1.session import hook_boundary
+    from verifiers.v1.utils.decorators import discover_decorated
+
+    kind = type(task)
+    needs = {
+        "a container": kind.NEEDS_CONTAINER or task.data.image is not None,
+        "served tools": bool(kind.toolsets(task.config)),
+        "a box for its setup": kind.setup is not Base.setup or kind.finalize is not Base.finalize,
+        "intercepted requests": bool(discover_decorated(task, "intercept"))
+        or any(hook_boundary(stop, allow_trace=True) is not Trace for stop in task.hooks("stop")),
+        "a box for its rewards": any(
+            (box := inspect.signature(function).parameters.get("runtime")) and box.default is box.empty
+            for function in (*task.hooks("reward"), *task.hooks("metric"))
+        ),
+    }
+    if any(needs.values()):
+        found = next(need for need, needed in needs.items() if needed)
+        raise ConfigError(f"environment.taskset: {kind.__name__} needs {found}, which this adapter has not: {USE_PROXY}")
+
+
+def _prompt(task: vf.Task) -> list[vf.Message]:
+    from verifiers.v1 import SystemMessage, UserMessage
+
+    system, prompt = task.data.system_prompt, task.data.prompt
+    opening: list[vf.Message] = [] if system is None else [SystemMessage(content=system)]
+    return [*opening, *([UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or [])]
+
+
+def _opening(task: vf.Task) -> tuple[Message, ...]:
+    return tuple(map(_ours, _prompt(task)))
+
+
+def _typed(message: str | Sequence[Any] | None) -> list[vf.Message]:
+    from verifiers.v1 import UserMessage
+    from verifiers.v1.dialects import parse_message
+
+    if message is None:
+        return []
+    if isinstance(message, str):
+        return [UserMessage(content=message)]
+    return [parse_message(each) if isinstance(each, dict) else each for each in message]
+
+
+def _ours(message: vf.Message) -> Message:
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(_text(part) for part in content)
+    role: Role = message.role
+    return Message(role, content, tool_call_id=getattr(message, "tool_call_id", None))
+
+
+def _text(part: Any) -> str:
+    if part.type != "text":
+        raise DataError(f"a message holds a part of type {part.type}, and only text can be played here")
+    return part.text

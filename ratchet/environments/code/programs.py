@@ -1,0 +1,90 @@
+"""Programs to write, judged by tests: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x", or the rows of a file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cached_property
+
+from ratchet.data.files import DataFile
+from ratchet.data.tables import read_rows
+from ratchet.environments.code.config import ProgramsConfig
+from ratchet.environments.single_turn import Problem, Procedural, Rows, held_out
+from ratchet.errors import DataError
+from ratchet.types import Message, Split, Task
+
+OPERATIONS = {"+": lambda x, n: x + n, "-": lambda x, n: x - n, "*": lambda x, n: x * n}
+ARGUMENTS = (0, 1, 7, -12)  # enough to tell any two of the functions apart that differ
+TEST_COLUMNS = ("tests", "test", "entry_point")
+
+
+def programs(config: ProgramsConfig) -> MadeUpPrograms | ProgramRows:
+    return MadeUpPrograms(config) if config.train is None else ProgramRows(config)
+
+
+class MadeUpPrograms(Procedural):
+    """A function of one number, described by what is done to it in turn."""
+
+    name = "programs"
+
+    def __init__(self, config: ProgramsConfig) -> None:
+        self.config = config
+
+    def sample(self, rng: random.Random) -> Problem:
+        steps = [(rng.choice("+-*"), rng.randint(1, 9)) for _ in range(self.config.operations)]
+        lines = [f"assert candidate({x}) == {_value(x, steps)}" for x in ARGUMENTS]
+        test = "def check(candidate):\n" + "".join(f"    {line}\n" for line in lines)
+        body = "".join(f" x{sign}={n}\n" for sign, n in steps)
+        prompt = "".join(f"{sign}{n}" for sign, n in steps) + "\n"
+        return Problem(prompt, f"def f(x):\n{body} return x", {"prompt": "", "entry_point": "f", "test": test})
+
+
+def _value(x: int, steps: Sequence[tuple[str, int]]) -> int:
+    for sign, n in steps:
+        x = OPERATIONS[sign](x, n)
+    return x
+
+
+class ProgramRows(Rows):
+    name = "programs"
+
+    def __init__(self, config: ProgramsConfig) -> None:
+        self.config = config
+
+    def rows(self, split: Split) -> Sequence[Task]:
+        """Raises DataError naming the file for a row without tests, and for a prompt in both splits."""
+        return self._rows[split]
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        solution = task.meta.get("canonical_solution")
+        if not isinstance(solution, str):
+            raise DataError(f"task '{task.id}' has no canonical_solution to learn from")
+        return (Message("assistant", solution),)
+
+    @cached_property
+    def _rows(self) -> dict[Split, list[Task]]:
+        """Read when tasks are first asked for: an instance that only plays attempts never reads the file."""
+        assert self.config.train is not None
+        rows = _read("train", self.config.train)
+        if self.config.test is None:
+            out = [held_out(task.messages[0].text) for task in rows]
+            train = [task for task, kept in zip(rows, out, strict=True) if not kept]
+            return {"train": train, "test": [task for task, kept in zip(rows, out, strict=True) if kept]}
+        prompts, test = {task.messages for task in rows}, _read("test", self.config.test)
+        both = next((task for task in test if task.messages in prompts), None)
+        if both is not None:
+            raise DataError(f"{self.config.test}: the prompt of '{both.id}' is also in {self.config.train}: remove it from one")
+        return {"train": rows, "test": test}
+
+
+def _read(split: Split, path: DataFile) -> list[Task]:
+    """Raises DataError naming file and line for a row without tests."""
+    tasks: list[Task] = []
+    for row in read_rows(path, {"prompt": str}):
+        if not any(column in row.values for column in TEST_COLUMNS):
+            raise DataError(f"{path}, {row.where}: a row needs tests, or entry_point and test")
+        prompt = Message("user", row.values["prompt"])
+        tasks.append(
+            Task(f"programs/{split}/{row.line}", (prompt,), environment="programs", tag="programs", meta=dict(row.values))
+        )
+    return tasks

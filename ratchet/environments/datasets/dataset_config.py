@@ -1,0 +1,165 @@
+"""Configuration of tasks from data. Free of torch and of their code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ratchet.config.media_limits import FileLimits
+from ratchet.data.files import DataFile, expand
+from ratchet.data.formats.media_columns import COLUMNS as OF_MEDIA
+from ratchet.data.presets.datasets import Preset
+from ratchet.data.presets.lookup import preset_of
+from ratchet.data.row_filters import KeepConfig
+from ratchet.environments.config import ALL_SOURCES, EnvironmentConfig, PreferencesConfig
+from ratchet.errors import ConfigError
+from ratchet.utils.object_store import is_address
+
+OF_PROMPTS = ("prompt", "answer", "solution")
+OF_CONVERSATIONS = ("messages", "tools")
+OF_EITHER_RESPONSE = ("first", "second", "preference")
+OF_ANY = ("id", "system", "difficulty")
+USUAL_COLUMNS = tuple(
+    dict.fromkeys((*OF_ANY, *OF_PROMPTS, *OF_CONVERSATIONS, *PreferencesConfig.usual_columns, *OF_EITHER_RESPONSE, *OF_MEDIA))
+)
+
+
+class DatasetConfig(EnvironmentConfig):
+    """Rows of files, of an object store or of the hub: prompts with answers, conversations, pairs, labelled answers
+    (docs/data.md). A preset says where a published dataset is and what its columns mean; any key beside it says otherwise.
+
+    The test split is `test`, or the hub's, or else a share of the rows by a hash.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.datasets.dataset:dataset"
+    needs_media: ClassVar[bool] = False
+
+    preset: str | None = Field(None, description="A published dataset by its name: gsm8k, hh_rlhf, tulu3_sft, ...")
+    train: tuple[DataFile, ...] = Field((), description="Files, patterns, directories or addresses (s3://, gs://, hf://).")
+    test: tuple[DataFile, ...] = Field((), description="Likewise, of the test split.")
+    hub: str | None = Field(None, description="A dataset of the hub, where train is not given; null: the preset's.")
+    subset: str | None = Field(None, description="What the hub calls a configuration of it; null: the preset's, or its own.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    train_split: str | None = Field(None, description="The hub's name of it; null: the preset's, or train. Empty: none.")
+    test_split: str | None = Field(None, description="The hub's name of it; null: the preset's. Empty: none.")
+    columns: dict[str, str] = Field(
+        {}, description="What the rows call their columns: {prompt: problem, answer: extra.answer}; dots lead into values."
+    )
+    prompt: str | None = Field(None, description="The prompt, made of columns: '{question} Think first.'; null: the preset's.")
+    system: str = Field("", description="A system message before prompts that are text; empty: none, or the column system.")
+    answer_after: str | None = Field(None, description="What its column holds before the answer (####); null: the preset's.")
+    media_root: DataFile | None = Field(
+        None, description="Directory, or store, of images and clips that rows name; null: where the first file lies."
+    )
+    media: FileLimits = Field(FileLimits(), description="What images, clips and videos of rows may be.")
+    keep: tuple[KeepConfig, ...] = Field((), description="Which rows: those for which all of these hold, and the preset's.")
+    distinct: bool | None = Field(None, description="Keep the first of rows with equal prompts; null: the preset's, or false.")
+    test_share: float = Field(0.1, ge=0, lt=1, description="Of the rows, where no test split is named; 0: none.")
+    overlap: Literal["refuse", "drop"] = Field(
+        "refuse", description="Prompts of the test split among those for training are an error, or are left out there."
+    )
+    shuffle: bool = Field(True, description="Each pass over the rows has an order of its own; false: as they lie.")
+    scan: bool = Field(
+        True, description="Read every row once before training, to check and to select. False: rows are checked when met."
+    )
+
+    @field_validator("train", "test", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) or not hasattr(value, "__iter__") else value
+
+    @field_validator("columns")
+    @classmethod
+    def _usual_columns(cls, columns: dict[str, str]) -> dict[str, str]:
+        for usual in columns:
+            if usual not in USUAL_COLUMNS:
+                near = get_close_matches(usual, USUAL_COLUMNS, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ValueError(f"{usual} is no column: {hint}there are {', '.join(USUAL_COLUMNS)}")
+        return columns
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> DatasetConfig:
+        try:
+            known = self.published
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if not self.train and not self.test and self.hub is None and known is None:
+            raise ValueError("there is nothing to read: set train (files), hub (an id), or preset")
+        if not self.scan:
+            self._needs_no_scan(known)
+        return self
+
+    def _needs_no_scan(self, known: Preset | None) -> None:
+        kept = self.keep or (known and known.keep)
+        if kept or self.is_distinct or self.overlap == "drop":
+            what = "keep" if kept else "distinct" if self.is_distinct else "overlap: drop"
+            raise ValueError(f"scan: false reads no row before it is met, and {what} selects rows: remove one of them")
+        if self.test_share and not self.test and not self.test_name:
+            raise ValueError("scan: false can't hold rows out by their hash: name test, or set test_share: 0")
+
+    @property
+    def published(self) -> Preset | None:
+        return None if self.preset is None else preset_of(self.preset)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The rows' names of the usual columns. Without a preset, a usual name is its own."""
+        known = self.published
+        return {**({name: name for name in USUAL_COLUMNS} if known is None else known.columns), **self.columns}
+
+    @property
+    def root(self) -> Path | str | None:
+        """What paths of media are relative to and may not leave; None: of rows of the hub nobody knows."""
+        place = self.media_root or next(iter((*self.train, *self.test)), None)
+        if place is None or place == self.media_root:
+            return place
+        if is_address(place):
+            return str(place).rpartition("/")[0]
+        return Path(place) if Path(place).is_dir() else Path(place).parent
+
+    @property
+    def is_distinct(self) -> bool:
+        known = self.published
+        return self.distinct if self.distinct is not None else known is not None and known.distinct
+
+    @property
+    def data_files(self) -> Sequence[Path]:
+        """Those on this machine: what a checkpoint's position in the data depends on."""
+        return [file for file in expand((*self.train, *self.test)) if isinstance(file, Path) and file.is_file()]
+
+    @property
+    def hub_id(self) -> str | None:
+        """Where rows come from that no file is named for."""
+        if self.hub is not None:
+            return self.hub
+        return self.published.hub if self.published is not None and not self.train and not self.test else None
+
+    @property
+    def train_name(self) -> str:
+        """The hub's name of the training split; "" for none, or where files are named."""
+        return self._split(self.train_split, "train" if self.published is None else self.published.train)
+
+    @property
+    def test_name(self) -> str:
+        return self._split(self.test_split, "" if self.published is None else self.published.test)
+
+    def _split(self, own: str | None, usual: str) -> str:
+        return "" if self.hub_id is None else usual if own is None else own
+
+    @property
+    def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "" if self.published is None else self.published.reward
+
+    @property
+    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of rows that nobody has described, whatever an algorithm asks for: a row without it says so."""
+        return ALL_SOURCES if self.published is None or self.columns else self.published.gives | {"rollouts"}
+
+    @property
+    def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return False

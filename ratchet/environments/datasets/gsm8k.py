@@ -1,0 +1,110 @@
+"""Grade school maths word problems, GSM8K (arXiv:2110.14168), from its published JSON Lines columns.
+
+The answer column holds the worked solution, then "#### " and the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ratchet.data.files import DataFile
+from ratchet.data.jsonl import Row
+from ratchet.data.tables import read_rows
+from ratchet.environments.config import GSM8KConfig
+from ratchet.environments.single_turn import Rows, held_out
+from ratchet.errors import DataError
+from ratchet.rewards.answers.numeric import read_number
+from ratchet.types import Message, Split, Task
+
+
+class Example(NamedTuple):
+    line: int
+    question: str
+    solution: str
+    result: str
+    others: Mapping[str, Any]  # columns of the file
+
+
+class GSM8K(Rows):
+    name = "gsm8k"
+
+    def __init__(self, config: GSM8KConfig) -> None:
+        self.config = config
+
+    def rows(self, split: Split) -> Sequence[Task]:
+        """Raises DataError naming file and line for a row that can't be used, and for a question in both splits."""
+        return self._tasks[split]
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        return (Message("assistant", task.meta["solution"]),)
+
+    @cached_property
+    def _tasks(self) -> dict[Split, list[Task]]:
+        """Read when tasks are first asked for: an instance that only plays attempts never reads the file."""
+        train, test = self._splits()
+        self._refuse_overlap(train, test)
+        k = self.config.shots
+        if k >= len(train):
+            raise DataError(f"{self.config.train}: {len(train)} training rows are too few for shots={k}: lower it")
+        # the examples leave the training split: their answers stand in every prompt
+        context = tuple(m for shot in train[:k] for m in (self._ask(shot), Message("assistant", shot.solution)))
+        return {
+            "train": [self._task("train", example, context) for example in train[k:]],
+            "test": [self._task("test", example, context) for example in test],
+        }
+
+    def _splits(self) -> tuple[list[Example], list[Example]]:
+        path, column = self.config.train, self.config.split_column
+        columns = {"question": str, "answer": str} | ({column: str} if column else {})
+        train: list[Example] = []
+        test: list[Example] = []
+        for row in read_rows(path, columns):
+            example = _example(path, row)
+            (test if self._is_test(row) else train).append(example)
+        if self.config.test:
+            test = [_example(self.config.test, row) for row in read_rows(self.config.test, columns)]
+        return train, test
+
+    def _is_test(self, row: Row) -> bool:
+        if self.config.test:
+            return False
+        column = self.config.split_column
+        if column is None:
+            return held_out(row.values["question"])
+        if row.values[column] not in ("train", "test"):
+            where = f"{self.config.train}, {row.where}"
+            raise DataError(f"{where}: column '{column}' is '{row.values[column]}', must be 'train' or 'test'")
+        return row.values[column] == "test"
+
+    def _refuse_overlap(self, train: list[Example], test: list[Example]) -> None:
+        lines = {example.question: example.line for example in train}
+        for example in test:
+            if example.question in lines:
+                raise DataError(
+                    f"{self.config.test or self.config.train}, line {example.line}: the question is also in the training "
+                    f"split ({self.config.train}, line {lines[example.question]}): remove one of the two"
+                )
+
+    def _ask(self, example: Example) -> Message:
+        return Message("user", example.question + self.config.suffix)
+
+    def _task(self, split: Split, example: Example, context: tuple[Message, ...]) -> Task:
+        return Task(
+            id=f"{self.name}/{split}/{example.line}",
+            messages=(*context, self._ask(example)),
+            answer=example.result,
+            environment=self.name,
+            tag=self.name,
+            meta={**example.others, "solution": example.solution},
+        )
+
+
+def _example(path: DataFile, row: Row) -> Example:
+    solution = row.values["answer"]
+    _, mark, result = solution.rpartition("####")
+    if not mark or read_number(result) is None:
+        raise DataError(f"{path}, {row.where}: column 'answer' must end with '#### ' and a number")
+    others = {name: value for name, value in row.values.items() if name not in ("question", "answer")}
+    return Example(row.line, row.values["question"], solution, result.strip(), others)

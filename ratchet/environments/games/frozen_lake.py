@@ -1,0 +1,108 @@
+"""Frozen lake: walk over the ice (.) from the start to the goal (G) without falling into a hole (O). On slippery ice a step
+may go to either side instead of ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from ratchet.environments.games.game import OFFSETS, BoardGame, neighbours, shortest_way
+from ratchet.environments.games.games_config import FrozenLakeConfig
+from ratchet.environments.games.rendering import COLOURS, Mark, Rgb
+from ratchet.environments.single_turn import Problem
+from ratchet.types import Task
+
+PLAYER, ICE, HOLE, GOAL = "P.OG"
+SNOW: Rgb = (215, 235, 250)
+WATER: Rgb = (20, 40, 90)
+MARKS: dict[str, Sequence[Mark]] = {HOLE: [("circle", WATER)], GOAL: [("square", COLOURS["green"])]}
+
+Lake = tuple[str, int]  # the map without the player, row by row; and the cell of the player
+
+
+class FrozenLake(BoardGame[Lake]):
+    name = "frozen_lake"
+
+    def __init__(self, config: FrozenLakeConfig) -> None:
+        super().__init__(config)
+        self.config = config
+        self.size = config.size
+        self.firm = FrozenLake(config.model_copy(update={"slip": 0.0})) if config.slip else self
+
+    def sample(self, rng: random.Random) -> Problem | None:
+        cells = [HOLE if rng.random() < self.config.holes else ICE for _ in range(self.size**2)]
+        start, goal = rng.sample(range(self.size**2), 2)
+        cells[start], cells[goal] = ICE, GOAL
+        lake = "".join(cells)
+        firm = self.firm
+        way = shortest_way((lake, start), lambda at: firm.won(at) is True, lambda at: neighbours(firm, at))
+        if way is None or not self.config.min_distance <= len(way) <= self.max_moves:
+            return None
+        seed = rng.getrandbits(32)
+        return Problem(self.prompt((lake, start)), " ".join(way), {"lake": lake, "start": start}, seed)
+
+    def start(self, task: Task) -> Lake:
+        return task.meta["lake"], task.meta["start"]
+
+    def move(self, state: Lake, move: str, luck: random.Random) -> Lake | None:
+        if move not in OFFSETS:
+            return None
+        return state[0], luck.choices(*zip(*self._ends(state[1], move), strict=True))[0]
+
+    def _ends(self, cell: int, move: str) -> list[tuple[int, float]]:
+        """Where a step may end, and how likely. At the edge one stays."""
+        ahead = OFFSETS[move]
+        sides = [(ahead[1], ahead[0]), (-ahead[1], -ahead[0])]
+        slip = self.config.slip
+        ends = []
+        for (down, right), chance in zip([ahead, *sides], [1 - slip, slip / 2, slip / 2], strict=True):
+            row, column = cell // self.size + down, cell % self.size + right
+            inside = 0 <= row < self.size and 0 <= column < self.size
+            ends.append((row * self.size + column if inside else cell, chance))
+        return ends
+
+    def won(self, state: Lake) -> bool | None:
+        return {GOAL: True, HOLE: False}.get(state[0][state[1]])
+
+    def show(self, state: Lake) -> str:
+        lake, at = state
+        seen = lake[:at] + PLAYER + lake[at + 1 :]
+        return "\n".join(seen[i : i + self.size] for i in range(0, len(seen), self.size))
+
+    def cells(self, state: Lake) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
+        lake, at = state
+        you: Mark = ("triangle", COLOURS["red"])
+        drawn = [(SNOW, [*MARKS.get(sign, ()), *([you] if cell == at else [])]) for cell, sign in enumerate(lake)]
+        return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
+
+    def player(self, task: Task) -> Callable[[Lake], str]:
+        """The move with the best chance to win within the moves that are left."""
+        lake, _ = self.start(task)
+        plan = self._plan(lake)
+        left = iter(range(self.max_moves - 1, -1, -1))
+        return lambda state: plan[next(left)][state[1]]
+
+    def _plan(self, lake: str) -> list[list[str]]:
+        """The best move by (moves left after it, cell): value iteration backwards from the end, where being early counts a
+        trifle, so that the shorter of two sure ways is taken. Bellman (1957)."""
+        values = [float(cell == GOAL) for cell in lake]
+        plan: list[list[str]] = []
+        for _ in range(self.max_moves):
+            chances = [
+                {move: sum(p * values[end] for end, p in self._ends(at, move)) for move in OFFSETS} for at in range(len(lake))
+            ]
+            plan.append([max(OFFSETS, key=chance.__getitem__) for chance in chances])
+            values = [
+                float(cell == GOAL) if cell in (GOAL, HOLE) else 0.9999 * max(chance.values())
+                for cell, chance in zip(lake, chances, strict=True)
+            ]
+        return plan
+
+    def rules(self, in_text: bool = True) -> str:
+        slip = f" The ice is slippery: {self.config.slip:.0%} of your steps go to a side instead." if self.config.slip else ""
+        signs, drawn = (PLAYER, GOAL, ICE, HOLE), ("the red triangle", "the green square", "light", "dark discs")
+        you, goal, ice, holes = signs if in_text else drawn
+        return (
+            f"You ({you}) stand on a frozen lake. Walk to the goal ({goal}) over the ice ({ice}) and stay out of the holes "
+            f"({holes}).{slip} You have {self.max_moves} steps. End each message with up, down, left or right."
+        )

@@ -1,0 +1,211 @@
+"""Base for games of one player: a state, moves by a word or a letter, a win or a loss. `sliding_puzzle.py` shows how little a
+game has to say.
+
+A task holds the whole start of its game (`meta`), and its `seed` all later chance: the same messages give the same game, so
+every attempt at a task meets the same luck. Each turn earns 0, and the one that wins 1.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from ratchet.data.formats.media import embed
+from ratchet.environments.games.games_config import BoardConfig, GameConfig
+from ratchet.environments.games.rendering import Mark, Rgb, board
+from ratchet.environments.single_turn import Problem, Procedural
+from ratchet.protocols import Step
+from ratchet.types import Message, Part, Task
+
+State = TypeVar("State", bound=Hashable)
+
+MAX_STATES = 200_000  # that a search for a shortest way looks at before it gives up
+DIRECTIONS = {"u": "up", "d": "down", "l": "left", "r": "right"}
+LETTERS = {word: letter for letter, word in DIRECTIONS.items()}
+OFFSETS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # (row, column)
+
+
+class Game(Procedural, Generic[State]):
+    """A subclass gives the methods below, and `sample`, whose problem has the start in its `meta`; `prompt` makes its text.
+
+    `move` and `player` take and give moves as `read` does: a word, or a number.
+    """
+
+    def __init__(self, config: GameConfig) -> None:
+        self.max_moves, self.in_words = config.max_moves, config.style == "words"
+
+    @abstractmethod
+    def start(self, task: Task) -> State: ...
+
+    @abstractmethod
+    def move(self, state: State, move: str, luck: random.Random) -> State | None:
+        """None where the rules forbid it. `luck` is the turn's own."""
+
+    @abstractmethod
+    def won(self, state: State) -> bool | None:
+        """None while the game goes on."""
+
+    @abstractmethod
+    def show(self, state: State) -> str:
+        """What the player sees."""
+
+    @abstractmethod
+    def player(self, task: Task) -> Callable[[State], str]:
+        """Plays the task from its start as well as can be: the next move, asked for in each state in turn."""
+
+    @abstractmethod
+    def rules(self) -> str: ...
+
+    def observed(self, state: State, before: str = "") -> Message:
+        """What the player is told of a state, after `before`."""
+        return Message("user", before + self.show(state))
+
+    def key(self, state: State) -> str:
+        """What makes two states the same to somebody who must go on from there."""
+        return self.show(state)
+
+    def read(self, text: str) -> str:
+        """The move that a message makes: its last word or letter."""
+        words = re.findall(r"[a-z]+", text.lower())
+        last = words[-1] if words else ""
+        return DIRECTIONS.get(last, last)
+
+    def write(self, move: str) -> str:
+        return move if self.in_words else LETTERS.get(move, move)
+
+    def prompt(self, state: State) -> str:
+        return f"{self.rules()}\n\n{self.show(state)}" if self.in_words else self.show(state)
+
+    # --- the protocol
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        """A whole game, as the best player plays it. Where luck has a part in it, it may be lost."""
+        state, player, said = self.start(task), self.player(task), list[Message]()
+        for turn in itertools.count():
+            answer = Message("assistant", self.write(player(state)))
+            state, step = self._turn(task, state, turn, answer.text)
+            said.append(answer)
+            if step.done:
+                return said
+            said += step.messages
+        raise AssertionError("a game ends at its last move")
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self._playing, self._state, self._turns = task, self.start(task), 0
+        return task.messages
+
+    async def step(self, message: Message) -> Step:
+        self._state, step = self._turn(self._playing, self._state, self._turns, message.text)
+        self._turns += 1
+        return step
+
+    def _turn(self, task: Task, state: State, turn: int, text: str) -> tuple[State, Step]:
+        """What a message does, turns counted from 0. One that is no move, or is against the rules, takes a turn and changes
+        nothing."""
+        after = self.move(state, self.read(text), random.Random(f"{self.name}/{task.seed}/{turn}"))
+        illegal = after is None
+        after = state if after is None else after
+        won = self.won(after)
+        done = won is not None or turn + 1 >= self.max_moves
+        step = Step(
+            messages=() if done else (self.observed(after, self._complaint(illegal)),),
+            reward=float(won is True),
+            done=done,
+            state_key=self.key(state),
+            metrics={"illegal_moves": float(illegal)},
+        )
+        return after, step
+
+    def _complaint(self, illegal: bool) -> str:
+        if not illegal:
+            return ""
+        return "That is no legal move.\n" if self.in_words else "!"
+
+
+class BoardGame(Game[State]):
+    """One whose states can be drawn. What they are called, and which split a task is of, does not depend on how they are
+    shown."""
+
+    def __init__(self, config: BoardConfig) -> None:
+        super().__init__(config)
+        self.cell_px = config.cell_px
+        self.in_text, self.in_pictures = config.observation != "image", config.observation != "text"
+
+    @abstractmethod
+    def cells(self, state: State) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
+        """Rows of cells: the ground of each, and what is drawn upon it."""
+
+    @abstractmethod
+    def rules(self, in_text: bool = True) -> str:
+        """in_text: they call things by their signs in the text, else by what they are in the picture."""
+
+    def picture(self, state: State) -> Part:
+        return embed(board(self.cells(state), self.cell_px))
+
+    def observed(self, state: State, before: str = "") -> Message:
+        if not self.in_pictures:
+            return super().observed(state, before)
+        text = before + (self.show(state) if self.in_text else "")
+        return Message("user", (self.picture(state), *((Part("text", text),) if text else ())))
+
+    def messages(self, problem: Problem) -> tuple[Message, ...]:
+        if not self.in_pictures:
+            return super().messages(problem)
+        state = self.start(Task("", (), meta=problem.meta))
+        return (self.observed(state, f"{self.rules(self.in_text)}\n\n" if self.in_words else ""),)
+
+
+def neighbours(game: Game[State], state: State) -> Iterator[tuple[str, State]]:
+    """The moves of a game without luck that change something, and where they lead; none once it is over."""
+    if game.won(state) is not None:
+        return
+    for move in OFFSETS:
+        after = game.move(state, move, random.Random(0))
+        if after is not None and after != state:
+            yield move, after
+
+
+def shortest_way(
+    start: State,
+    solved: Callable[[State], bool],
+    moves: Callable[[State], Iterable[tuple[str, State]]],
+    estimate: Callable[[State], int] = lambda _: 0,
+) -> list[str] | None:
+    """The fewest moves from `start` to a solved state; None where there is no way, or none within MAX_STATES states.
+
+    A*: Hart, Nilsson and Raphael (1968). estimate: never above the moves that are left, and falling by at most one a move.
+    """
+    came_from: dict[State, tuple[State, str] | None] = {}
+    order = itertools.count()  # among equals, first come first
+    waiting: list[tuple[int, int, int, State, tuple[State, str] | None]] = [(estimate(start), 0, 0, start, None)]
+    while waiting and len(came_from) < MAX_STATES:
+        _, _, made, state, origin = heapq.heappop(waiting)
+        if state in came_from:
+            continue
+        came_from[state] = origin
+        if solved(state):
+            return _retraced(came_from, state)
+        for move, after in moves(state):
+            if after not in came_from:
+                heapq.heappush(waiting, (made + 1 + estimate(after), next(order), made + 1, after, (state, move)))
+    return None
+
+
+def _retraced(came_from: dict[State, tuple[State, str] | None], state: State) -> list[str]:
+    moves: list[str] = []
+    step = came_from[state]
+    while step is not None:
+        moves.append(step[1])
+        step = came_from[step[0]]
+    return moves[::-1]
+
+
+def recited(moves: Iterable[str]) -> Callable[[object], str]:
+    """A player with a plan: makes these moves, whatever the state."""
+    plan = iter(moves)
+    return lambda state: next(plan)

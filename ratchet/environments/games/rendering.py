@@ -1,0 +1,104 @@
+"""Pictures of shapes and of boards, drawn by Pillow without fonts or smoothing: equal arguments give equal pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ratchet.data.formats.media import pillow
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Rgb = tuple[int, int, int]
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels, the last ones included
+Mark = tuple[str, Rgb]  # a shape or digits, and its colour
+
+WHITE: Rgb = (255, 255, 255)
+COLOURS: Mapping[str, Rgb] = {
+    "red": (220, 40, 40),
+    "green": (40, 160, 60),
+    "blue": (40, 80, 220),
+    "yellow": (240, 210, 40),
+    "purple": (140, 50, 170),
+    "orange": (245, 140, 30),
+    "cyan": (60, 200, 220),
+    "grey": (130, 130, 130),
+}
+# Of each digit, five rows of three pixels.
+DIGITS = {
+    "0": "111101101101111", "1": "010110010010111", "2": "111001111100111", "3": "111001111001111", "4": "101101111001001",
+    "5": "111100111001111", "6": "111100111101111", "7": "111001010010010", "8": "111101111101111", "9": "111101111001111",
+}  # fmt: skip
+
+
+def blank(width: int, height: int, colour: Rgb = WHITE) -> Image:
+    return pillow("drawing pictures").Image.new("RGB", (width, height), colour)
+
+
+def draw(image: Image, mark: Mark, box: Box) -> None:
+    """A shape by its name, or a number by its digits, inside a box."""
+    what, colour = mark
+    pen = pillow().ImageDraw.Draw(image)
+    if what in SHAPES:
+        SHAPES[what](pen, box, colour)
+    else:
+        _number(pen, what, box, colour)
+
+
+def board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) -> Image:
+    """A board from the ground and the marks of each of its cells; a line of one pixel between cells."""
+    image = blank(len(rows[0]) * cell_px, len(rows) * cell_px)
+    pen = pillow().ImageDraw.Draw(image)
+    margin = cell_px // 6
+    for y, row in enumerate(rows):
+        for x, (ground, marks) in enumerate(row):
+            left, top = x * cell_px, y * cell_px
+            pen.rectangle((left, top, left + cell_px - 2, top + cell_px - 2), fill=ground)
+            for mark in marks:
+                draw(image, mark, (left + margin, top + margin, left + cell_px - 2 - margin, top + cell_px - 2 - margin))
+    return image
+
+
+def _circle(pen: Any, box: Box, colour: Rgb) -> None:
+    pen.ellipse(box, fill=colour)
+
+
+def _square(pen: Any, box: Box, colour: Rgb) -> None:
+    pen.rectangle(box, fill=colour)
+
+
+def _triangle(pen: Any, box: Box, colour: Rgb) -> None:
+    left, top, right, bottom = box
+    pen.polygon([((left + right) / 2, top), (right, bottom), (left, bottom)], fill=colour)
+
+
+def _cross(pen: Any, box: Box, colour: Rgb) -> None:
+    left, top, right, bottom = box
+    third = (right - left) / 3
+    pen.rectangle((left, top + third, right, bottom - third), fill=colour)
+    pen.rectangle((left + third, top, right - third, bottom), fill=colour)
+
+
+def _ring(pen: Any, box: Box, colour: Rgb) -> None:
+    pen.ellipse(box, outline=colour, width=max(1, round((box[2] - box[0]) / 5)))
+
+
+SHAPES: Mapping[str, Callable[[Any, Box, Rgb], None]] = {
+    "circle": _circle,
+    "square": _square,
+    "triangle": _triangle,
+    "cross": _cross,
+    "ring": _ring,
+}
+
+
+def _number(pen: Any, digits: str, box: Box, colour: Rgb) -> None:
+    left, top, right, bottom = box
+    dot = max(1, int(min((right - left + 1) / (4 * len(digits) - 1), (bottom - top + 1) / 5)))
+    x0, y0 = left + (right - left + 1 - dot * (4 * len(digits) - 1)) // 2, top + (bottom - top + 1 - dot * 5) // 2
+    for place, digit in enumerate(digits):
+        for i, bit in enumerate(DIGITS[digit]):
+            x, y = x0 + (4 * place + i % 3) * dot, y0 + i // 3 * dot
+            if bit == "1":
+                pen.rectangle((x, y, x + dot - 1, y + dot - 1), fill=colour)

@@ -1,0 +1,89 @@
+"""Sliding puzzle: numbered tiles on a square with one gap; a move slides a neighbouring tile into it. Solved when the tiles
+stand in order and the gap is last."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from ratchet.environments.games.game import OFFSETS, BoardGame, neighbours, recited, shortest_way
+from ratchet.environments.games.games_config import SlidingPuzzleConfig
+from ratchet.environments.games.rendering import COLOURS, WHITE, Mark, Rgb
+from ratchet.environments.single_turn import Problem
+from ratchet.types import Task
+
+Board = tuple[int, ...]  # row by row; 0 is the gap
+
+UNDO = {"up": "down", "down": "up", "left": "right", "right": "left"}
+
+
+class SlidingPuzzle(BoardGame[Board]):
+    name = "sliding_puzzle"
+
+    def __init__(self, config: SlidingPuzzleConfig) -> None:
+        super().__init__(config)
+        self.config = config
+        self.size = config.size
+        self.solved: Board = (*range(1, config.size**2), 0)
+
+    def sample(self, rng: random.Random) -> Problem | None:
+        board, shuffle = self.solved, list[str]()
+        for _ in range(rng.randint(self.config.min_shuffle_moves, self.config.shuffle_moves)):
+            legal = dict(self._slides(board))
+            if shuffle:
+                legal.pop(UNDO[shuffle[-1]])  # else half of the moves would undo each other
+            shuffle.append(rng.choice(list(legal)))
+            board = legal[shuffle[-1]]
+        if board == self.solved:
+            return None
+        way_back = [UNDO[move] for move in reversed(shuffle)]
+        return Problem(self.prompt(board), " ".join(way_back), {"board": list(board)})
+
+    def start(self, task: Task) -> Board:
+        return tuple(task.meta["board"])
+
+    def move(self, state: Board, move: str, luck: random.Random) -> Board | None:
+        return dict(self._slides(state)).get(move)
+
+    def _slides(self, board: Board) -> Iterator[tuple[str, Board]]:
+        """A tile that slides up comes from below the gap."""
+        gap = board.index(0)
+        row, column = divmod(gap, self.size)
+        for move, (down, right) in OFFSETS.items():
+            if 0 <= row - down < self.size and 0 <= column - right < self.size:
+                tile = gap - down * self.size - right
+                slid = list(board)
+                slid[gap], slid[tile] = board[tile], 0
+                yield move, tuple(slid)
+
+    def won(self, state: Board) -> bool | None:
+        return True if state == self.solved else None
+
+    def show(self, state: Board) -> str:
+        between = " " if self.in_words or self.size > 3 else ""
+        width = len(str(self.size**2 - 1)) if between else 1
+        cells = [f"{tile or '_':>{width}}" for tile in state]
+        return "\n".join(between.join(cells[i : i + self.size]) for i in range(0, len(cells), self.size))
+
+    def cells(self, state: Board) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
+        drawn = [(COLOURS["blue"], [(str(tile), WHITE)]) if tile else (COLOURS["grey"], []) for tile in state]
+        return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
+
+    def player(self, task: Task) -> Callable[[Board], str]:
+        """The fewest moves; where that takes too long to find, the shuffle backwards."""
+        start = self.start(task)
+        way = shortest_way(start, self.solved.__eq__, lambda board: neighbours(self, board), self._distance)
+        return recited(task.answer.split() if way is None else way)
+
+    def _distance(self, board: Board) -> int:
+        """Rows and columns that the tiles are away from their places, summed."""
+        places = ((divmod(i, self.size), divmod(tile - 1, self.size)) for i, tile in enumerate(board) if tile)
+        return sum(abs(row - home_row) + abs(column - home) for (row, column), (home_row, home) in places)
+
+    def rules(self, in_text: bool = True) -> str:
+        last, gap = self.size**2 - 1, "_" if in_text else "grey"
+        return (
+            f"Slide the tiles until they stand in order, 1 to {last} row by row, with the gap ({gap}) last. A move slides the "
+            "tile next to the gap into it: up, down, left or right is the direction in which that tile moves. "
+            f"You have {self.max_moves} moves. End each message with one of these words."
+        )

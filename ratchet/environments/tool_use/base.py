@@ -1,0 +1,149 @@
+"""What a tool is, and how the calls of a policy are run.
+
+What goes wrong by the policy's own doing (an unknown tool, wrong arguments, an expression that can't be worked out), and what
+goes wrong inside of a tool, is answered to it: it may do better next time. What is wrong with the machinery (a sandbox that
+failed, a server that is gone) is nobody's answer, and fails the attempt: it is a RatchetError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import construct
+from ratchet.errors import ConfigError, RatchetError
+from ratchet.types import Message, ToolCall
+
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "number": (int, float),
+    "integer": (int,),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (Mapping,),
+    "null": (type(None),),
+}
+
+
+class ToolError(Exception):
+    """A call that can't be answered, in words for the policy."""
+
+
+class ToolUnavailable(RatchetError):
+    """The machinery behind a tool is broken: the attempt fails, and is not judged."""
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """parameters: JSON schema of an object. A call gets them by name, and gives text; it may be async."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    def call(self, **arguments: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    error: bool = False
+
+
+class Toolbox:
+    """timeout_s: of one call by the clock. max_chars: of one answer."""
+
+    def __init__(self, tools: Sequence[Tool], *, timeout_s: float = 30.0, max_chars: int = 4000) -> None:
+        """Raises ConfigError where two tools share a name."""
+        self._tools = {tool.name: tool for tool in tools}
+        self.timeout_s, self.max_chars = timeout_s, max_chars
+        names = [tool.name for tool in tools]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ConfigError(f"two tools are called '{repeated}': leave one out")
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        return tuple(
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+            }
+            for tool in self._tools.values()
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tools
+
+    async def answers(self, calls: Sequence[ToolCall]) -> tuple[list[Message], int]:
+        """(a message for each call, how many of them tell of an error). Calls of one turn run one after the other: a later
+        one may build on an earlier one."""
+        messages: list[Message] = []
+        errors = 0
+        for call in calls:
+            answer = await self.answer(call)
+            messages.append(Message("tool", answer.text, tool_call_id=call.id))
+            errors += answer.error
+        return messages, errors
+
+    async def answer(self, call: ToolCall) -> Answer:
+        """Raises RatchetError where the machinery failed."""
+        try:
+            tool = self._tools.get(call.name)
+            if tool is None:
+                raise ToolError(f"there is no tool '{call.name}'; there are {', '.join(self._tools)}")
+            check_arguments(tool.parameters, call.arguments)
+            return Answer(self._cut(str(await self._called(tool, call.arguments))))
+        except ToolError as error:
+            return Answer(self._cut(f"Error: {error}"), error=True)
+
+    async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                if inspect.iscoroutinefunction(tool.call):
+                    return await tool.call(**arguments)
+                return await asyncio.to_thread(tool.call, **arguments)
+        except TimeoutError:
+            raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
+        except (RatchetError, ToolError):
+            raise
+        except Exception as error:  # the episode boundary, a step before: a tool is anyone's code, and the policy may go on
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+
+    def _cut(self, text: str) -> str:
+        return text if len(text) <= self.max_chars else f"{text[: self.max_chars]}\n[cut after {self.max_chars} characters]"
+
+
+def check_arguments(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """The outer level of a JSON schema: names and types. Raises ToolError."""
+    known = parameters.get("properties", {})
+    missing = [name for name in parameters.get("required", ()) if name not in given]
+    unknown = [name for name in given if name not in known]
+    if missing:
+        raise ToolError(f"the argument '{missing[0]}' is missing; it takes {', '.join(known) or 'none'}")
+    if unknown and not parameters.get("additionalProperties", False):
+        raise ToolError(f"there is no argument '{unknown[0]}'; it takes {', '.join(known) or 'none'}")
+    for name, value in given.items():
+        wanted = known.get(name, {}).get("type")
+        if isinstance(wanted, str) and wanted in TYPES and not _is(value, wanted):
+            raise ToolError(f"the argument '{name}' must be of type {wanted}, not {value!r:.80}")
+
+
+def _is(value: Any, wanted: str) -> bool:
+    return isinstance(value, TYPES[wanted]) and (wanted == "boolean" or not isinstance(value, bool))
+
+
+def make_tools(sections: Sequence[Section]) -> list[Tool]:
+    """Raises ConfigError for what is no tool."""
+    made: list[Tool] = []
+    for section in sections:
+        found = construct(section)
+        for tool in found if isinstance(found, list | tuple) else (found,):
+            if not isinstance(tool, Tool):
+                raise ConfigError(f"{tool!r:.80} is no tool: it needs name, description, parameters and call")
+            made.append(tool)
+    return made

@@ -1,0 +1,158 @@
+"""Arithmetic by a parser of its own: what a policy writes is never executed, and no expression takes long."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+
+from ratchet.environments.tool_use.base import ToolError
+from ratchet.environments.tool_use.tools_config import CalculatorConfig
+
+MAX_CHARS = 1000
+MAX_DEPTH = 50
+MAX_BITS = 4096  # of any value on the way
+TOKEN = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+(?:[eE][+-]?\d{1,3})?|\*\*|//|[-+*/%()])")
+SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"}
+
+
+class Calculator:
+    name = "calculator"
+    description = "Works out an arithmetic expression with + - * / // % ** and parentheses."
+
+    def __init__(self, config: CalculatorConfig) -> None:
+        self.config = config
+        self.parameters = {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "such as (3 + 4) * 12"}},
+            "required": ["expression"],
+        }
+
+    async def call(self, expression: str) -> str:
+        return written(calculate(expression))
+
+
+def calculate(expression: str) -> Fraction:
+    """The exact value. Raises ToolError."""
+    if len(expression) > MAX_CHARS:
+        raise ToolError(f"the expression has {len(expression)} characters, {MAX_CHARS} are allowed")
+    for sign, plain in SIGNS.items():
+        expression = expression.replace(sign, plain)
+    reader = _Reader(_tokens(expression))
+    value = reader.sum(0)
+    if reader.next is not None:
+        raise ToolError(f"'{reader.next}' can't stand there")
+    return value
+
+
+def written(value: Fraction) -> str:
+    """A whole number, an exact decimal where there is a short one, else 12 significant digits."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    digits = Decimal(value.numerator) / Decimal(value.denominator)
+    return f"{digits.normalize():f}" if rest == 1 and len(f"{digits:f}") <= 20 else f"{digits:.12g}"
+
+
+def _tokens(expression: str) -> list[str]:
+    found: list[str] = []
+    position, end = 0, len(expression.rstrip())
+    while position < end:
+        match = TOKEN.match(expression, position)
+        if match is None:
+            raise ToolError(f"'{expression[position:].strip()[:1]}' is no number, operator or parenthesis")
+        found.append(match[1])
+        position = match.end()
+    if not found:
+        raise ToolError("the expression is empty")
+    return found
+
+
+class _Reader:
+    """By precedence: sum, product, sign, power, as in Python."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens, self._at = tokens, 0
+
+    @property
+    def next(self) -> str | None:
+        return self._tokens[self._at] if self._at < len(self._tokens) else None
+
+    def _take(self, *wanted: str) -> str | None:
+        token = self.next
+        if token is None or token not in wanted:
+            return None
+        self._at += 1
+        return token
+
+    def sum(self, depth: int) -> Fraction:
+        value = self._product(depth)
+        while sign := self._take("+", "-"):
+            value = _bounded(_apply(sign, value, self._product(depth)))
+        return value
+
+    def _product(self, depth: int) -> Fraction:
+        value = self._signed(depth)
+        while sign := self._take("*", "/", "//", "%"):
+            value = _bounded(_apply(sign, value, self._signed(depth)))
+        return value
+
+    def _signed(self, depth: int) -> Fraction:
+        if depth > MAX_DEPTH:
+            raise ToolError(f"the expression is nested more than {MAX_DEPTH} deep")
+        if sign := self._take("+", "-"):
+            value = self._signed(depth + 1)
+            return -value if sign == "-" else value
+        base = self._atom(depth)
+        return _power(base, self._signed(depth + 1)) if self._take("**") else base
+
+    def _atom(self, depth: int) -> Fraction:
+        if self._take("("):
+            value = self.sum(depth + 1)
+            if not self._take(")"):
+                raise ToolError("a ')' is missing")
+            return value
+        token = self.next
+        if token is None:
+            raise ToolError("the expression ends too early")
+        if not (token[0].isdigit() or token[0] == "."):
+            raise ToolError(f"'{token}' can't stand there")
+        self._at += 1
+        return _bounded(Fraction(token))
+
+
+OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "//": lambda a, b: Fraction(a // b),
+    "%": lambda a, b: a % b,
+}
+
+
+def _apply(sign: str, a: Fraction, b: Fraction) -> Fraction:
+    if sign in ("/", "//", "%") and b == 0:
+        raise ToolError("division by zero")
+    return OPERATIONS[sign](a, b)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise ToolError("only whole exponents are allowed")
+    if base == 0 and exponent < 0:
+        raise ToolError("division by zero")
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if bits > 1 and bits * abs(exponent) > MAX_BITS:
+        raise ToolError("the result is too large")
+    return base ** int(exponent % 2 if bits <= 1 and exponent > 1 else exponent)
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ToolError("the result is too large")
+    return value

@@ -1,0 +1,79 @@
+"""Problems solved with tools: the policy calls some, reads what they say, and answers in a message without calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ratchet.config.resolve import construct
+from ratchet.environments.tool_use.base import Toolbox, ToolError, make_tools
+from ratchet.environments.tool_use.calculator import calculate, written
+from ratchet.environments.tool_use.config import ToolUseConfig, WithToolsConfig
+from ratchet.errors import DataError
+from ratchet.protocols import Environment, Step
+from ratchet.types import Message, Split, Task, ToolCall
+
+
+class WithTools:
+    """The turns of an episode with tools; a subclass serves the tasks. A message without calls is the answer, and ends it: a
+    reward judges it. Copies share the tools, which keep nothing of an attempt."""
+
+    replayable = True
+
+    def __init__(self, config: WithToolsConfig) -> None:
+        self.settings = config
+        self.toolbox = Toolbox(make_tools(config.tools), timeout_s=config.timeout_s, max_chars=config.max_chars)
+        self._turns = 0
+
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return self.toolbox.schemas
+
+    def asked(self, task: Task) -> Task:
+        """With the system message before it."""
+        if not self.settings.system:
+            return task
+        return replace(task, messages=(Message("system", self.settings.system), *task.messages))
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self._turns = 0
+        return task.messages
+
+    async def step(self, message: Message) -> Step:
+        """Raises RatchetError where the machinery of a tool failed."""
+        if not message.tool_calls or self._turns >= self.settings.max_calling_turns:
+            return Step(done=True)
+        self._turns += 1
+        answers, errors = await self.toolbox.answers(message.tool_calls)
+        return Step(messages=tuple(answers), metrics={"tool_calls": len(answers), "tool_errors": errors})
+
+    async def close(self) -> None:
+        return None
+
+
+class ToolUse(WithTools):
+    def __init__(self, config: ToolUseConfig) -> None:
+        super().__init__(config)
+        self.config = config
+        self.problems: Environment = construct(config.problems)
+
+    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
+        return map(self.asked, self.problems.tasks(split, seed=seed, start=start))
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        """The calculator is asked for what the prompt says, where that is an expression worth the answer. Raises DataError
+        elsewhere: who is to learn from demonstrations must have some."""
+        expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)
+        try:
+            result = written(calculate(expression)) if "calculator" in self.toolbox else None
+        except ToolError:
+            result = None
+        if result is None or result != str(task.answer):
+            raise DataError(f"task '{task.id}' has no demonstration with tools: its prompt is no expression for the calculator")
+        call = ToolCall("call_0", "calculator", {"expression": expression})
+        return (
+            Message("assistant", tool_calls=(call,)),
+            Message("tool", result, tool_call_id=call.id),
+            Message("assistant", str(task.answer)),
+        )

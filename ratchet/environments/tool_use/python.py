@@ -1,0 +1,51 @@
+"""Programs that a policy writes, run in the sandbox."""
+
+from __future__ import annotations
+
+from ratchet.environments.tool_use.base import ToolError
+from ratchet.environments.tool_use.tools_config import PythonConfig
+from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result
+
+WALL_PER_CPU = 3  # a busy machine must not make a quick program late
+OUTPUT_KIB = 64
+ERROR_CHARS = 1500
+ENDS = {
+    Reason.WALL: "it took too long",
+    Reason.CPU: "it took too much processor time",
+    Reason.MEMORY: "it ran out of memory",
+    Reason.OUTPUT: "it printed too much",
+    Reason.SIGNAL: "it crashed",
+}
+
+
+class PythonTool:
+    name = "python"
+    description = "Runs a Python program and returns what it prints. Nothing is kept from one call to the next."
+
+    def __init__(self, config: PythonConfig) -> None:
+        """Raises SandboxError where the machine isolates programs less than `isolation` says."""
+        self.config = config
+        self.parameters = {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "the program; print what you want to see"}},
+            "required": ["code"],
+        }
+        self.sandbox = LocalSandbox(slots=config.workers, at_least=Isolation[config.isolation.upper()])
+        self.limits = Limits(
+            wall_s=WALL_PER_CPU * config.timeout_s, cpu_s=config.timeout_s, memory_mib=config.memory_mib, output_kib=OUTPUT_KIB
+        )
+
+    async def call(self, code: str) -> str:
+        """Raises ToolError for a program that failed, with the end of its traceback; SandboxError where the sandbox did."""
+        result = await self.sandbox.run(code, limits=self.limits)
+        if result.ok:
+            return result.stdout.decode("utf-8", "replace") or "(nothing was printed)"
+        raise ToolError(failure(result))
+
+
+def failure(result: Result) -> str:
+    """How a program ended that did not end well, and the last of what it said about that."""
+    said = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
+    printed = result.stdout.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
+    end = ENDS.get(result.reason, f"it ended with exit code {result.exit}")
+    return "\n".join(filter(None, (f"the program failed: {end}", said, printed and f"printed before: {printed}")))

@@ -1,0 +1,203 @@
+"""Reach a goal by shell commands. The check runs in a session of its own, beside the files that the
+agent's one ends with: whatever the agent started, changed or watches is out of reach of it, and the
+check is out of reach of the agent.
+
+The agent's files lie in a directory of their own, named by $WORK, and the check begins in that of
+its own files. Programs look for more files where they start and where their source lies (csv.py,
+conftest.py, GNUmakefile, node_modules, .git): there they find the check's alone, and use a file of
+the agent only where the check names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ratchet.config.resolve import construct
+from ratchet.data.files import DataFile
+from ratchet.data.jsonl import Row
+from ratchet.data.tables import read_rows
+from ratchet.environments.single_turn import Rows, held_out
+from ratchet.environments.tool_use.terminal_config import TerminalConfig
+from ratchet.errors import DataError
+from ratchet.protocols import Step
+from ratchet.sandbox.base import Isolation, Limits, Reason, Result, Sandbox, Session, TooLarge, inside
+from ratchet.sandbox.compare_output import passed
+from ratchet.types import Message, Split, Task, ToolCall
+
+TOOL = "bash"
+BLOCK = re.compile(r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+WORK, CHECK = "work", "check"
+NAMED = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
+# Put before the check, in its session. Python's own paths would be safe without the variables, but
+# for `cd "$WORK"`. git obeys a repository that the check names, and is kept from running the
+# commands that its `status` or `fetch` would.
+PREPARE = f"""
+export {WORK.upper()}="$PWD/{WORK}" {CHECK.upper()}="$PWD/{CHECK}"
+export HOME="$CHECK" PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
+export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_0=core.fsmonitor GIT_CONFIG_VALUE_0=false
+export GIT_CONFIG_KEY_1=core.hooksPath GIT_CONFIG_VALUE_1=/dev/null GIT_ALLOW_PROTOCOL=file GIT_NO_LAZY_FETCH=1
+mkdir -p "$WORK" "$CHECK" && cd "$CHECK" || exit 125
+"""
+COLUMNS: Mapping[str, tuple[type, Any]] = {  # what a row may have, and its default
+    "id": (str, ""),
+    "image": (str, ""),
+    "files": (dict, {}),
+    "check_files": (dict, {}),
+    "expected": (str, None),
+    "solution": (list, []),
+}
+
+
+@dataclass
+class Attempt:
+    """What belongs to one attempt."""
+
+    task: Task
+    session: Session
+    used: int = 0
+
+
+class Terminal(Rows):
+    name = "terminal"
+
+    def __init__(self, config: TerminalConfig) -> None:
+        """Raises SandboxError where the sandbox isolates commands less than `isolation` says."""
+        self.config = config
+        at_least = Isolation[config.isolation.upper()]
+        self.sandbox: Sandbox = construct(config.sandbox, slots=config.workers, at_least=at_least)
+        self.limits = Limits(cpu_s=config.cpu_s, memory_mib=config.memory_mib, processes=16, output_kib=256)
+        self._attempt: Attempt | None = None
+
+    def rows(self, split: Split) -> Sequence[Task]:
+        """Raises DataError naming file and line for a row that can't be used."""
+        return self._tasks[split]
+
+    @cached_property
+    def _tasks(self) -> dict[Split, list[Task]]:
+        read = [self._read(self.config.train, row) for row in read_rows(self.config.train, {"goal": str, "check": str})]
+        if self.config.test is None:
+            return {
+                "train": [task for task in read if not held_out(task.meta["goal"])],
+                "test": [task for task in read if held_out(task.meta["goal"])],
+            }
+        test = [self._read(self.config.test, row) for row in read_rows(self.config.test, {"goal": str, "check": str})]
+        return {"train": read, "test": test}
+
+    def _read(self, path: DataFile, row: Row) -> Task:
+        where, meta = f"{path}, {row.where}", {"goal": row.values["goal"], "check": row.values["check"]}
+        for name, (wanted, default) in COLUMNS.items():
+            meta[name] = row.values.get(name, default)
+            if meta[name] is not default and not isinstance(meta[name], wanted):
+                raise DataError(f"{where}: column '{name}' is {meta[name]!r:.60}, must be of type {wanted.__name__}")
+        for name in ("files", "check_files"):
+            for file, text in meta[name].items():
+                inside(file)
+                if not isinstance(text, str):
+                    raise DataError(f"{where}: '{name}' must give each file's text, and that of {file!r} is {text!r:.60}")
+        if not any(NAMED.search(text) for text in (meta["check"], *meta["check_files"].values())):
+            raise DataError(
+                f"{where}: the check never names the agent's files, which lie in $WORK, so that it says the same of every "
+                "attempt. Write \"$WORK/FILE\" for FILE in 'check', or read the variable WORK in a file of 'check_files'."
+            )
+        own = meta.pop("id") or f"{Path(path).stem}/{row.line}"
+        prompt = Message("user", row.values["goal"] + self.config.instructions)
+        return Task(f"{self.name}/{own}", (prompt,), environment=self.name, tag=self.name, meta=meta)
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        if not task.meta["solution"]:
+            raise DataError(f"task '{task.id}' has no solution")
+        return (
+            *(Message("assistant", f"```sh\n{command}\n```") for command in task.meta["solution"]),
+            Message("assistant", "Done."),
+        )
+
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        command = {"type": "string", "description": "One command, or several lines."}
+        parameters = {"type": "object", "properties": {"command": command}, "required": ["command"]}
+        described = "Runs a shell command and gives what it prints."
+        return [{"type": "function", "function": {"name": TOOL, "description": described, "parameters": parameters}}]
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        await self.close()
+        session = await self.sandbox.open(task.meta["image"], self.limits)
+        self._attempt = Attempt(task, session)
+        await session.put(_files(task.meta["files"]))
+        return task.messages
+
+    async def step(self, message: Message) -> Step:
+        attempt = self._attempt
+        assert attempt is not None, "step before reset"
+        commands = commands_of(message)
+        answers: list[Message] = []
+        for call, command in commands[: self.config.commands - attempt.used]:
+            attempt.used += 1
+            said = command if command is None else shown(await self._run(attempt, command), self.config.shown_characters)
+            text = f"there is no such call: call {TOOL} with a command" if said is None else said
+            answers.append(Message("tool", text, tool_call_id=call) if call else Message("user", text))
+        if commands and attempt.used < self.config.commands:
+            return Step(messages=tuple(answers))
+        reward = await self._judge(attempt)
+        return Step(reward=reward, done=True, metrics={"commands": float(attempt.used)})
+
+    async def _run(self, attempt: Attempt, command: str) -> Result:
+        return await attempt.session.run(command, self.config.command_timeout_s)
+
+    async def _judge(self, attempt: Attempt) -> float:
+        """1 where the check ends with exit code 0, and prints what is expected, where something is."""
+        meta = attempt.task.meta
+        try:
+            files = await attempt.session.get()
+        except TooLarge:  # its own doing, and nothing to judge by
+            return 0.0
+        await self.close()
+        session = await self.sandbox.open(meta["image"], self.limits)
+        try:
+            await session.put(_below(CHECK, _files(meta["check_files"])))
+            try:
+                await session.put(_below(WORK, files))
+            except TooLarge:  # no room beside the check's: not a failed attempt, which would spare it the 0
+                return 0.0
+            result = await session.run(PREPARE + meta["check"], self.config.check_timeout_s)
+        finally:
+            await session.close()
+        return float(result.ok if meta["expected"] is None else passed(result, meta["expected"]))
+
+    async def close(self) -> None:
+        if (attempt := self._attempt) is not None:
+            self._attempt = None
+            await attempt.session.close()
+
+
+def commands_of(message: Message) -> list[tuple[str, str | None]]:
+    """(id of the tool call, or "", and the command; None where the call is none of ours). The last block of a text counts."""
+    if message.tool_calls:
+        return [(call.id, _called(call)) for call in message.tool_calls]
+    blocks = BLOCK.findall(message.text)
+    return [("", blocks[-1])] if blocks else []
+
+
+def _called(call: ToolCall) -> str | None:
+    command = call.arguments.get("command") if call.name == TOOL else None
+    return command if isinstance(command, str) else None
+
+
+def shown(result: Result, most: int) -> str:
+    """What the agent sees: both outputs, cut in the middle, and how the command ended where it did not end well."""
+    text = (result.stdout + result.stderr).decode("utf-8", "replace")
+    if len(text) > most:
+        text = f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-(most // 2) :]}"
+    ended = result.reason.value if result.reason is not Reason.EXIT else f"exit code {result.exit}"
+    return text if result.ok and text else f"{text.rstrip()}\n[{ended}]".lstrip()
+
+
+def _below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {f"{folder}/{name}": data for name, data in files.items()}
+
+
+def _files(texts: Mapping[str, str]) -> dict[str, bytes]:
+    return {name: text.encode("utf-8", "surrogatepass") for name, text in texts.items()}

@@ -1,0 +1,33 @@
+"""One operation on two numbers of fixed width: "37+48=" -> "85", or reversed, "580"."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+from ratchet.environments.config import ArithmeticConfig
+from ratchet.environments.single_turn import Problem, Procedural
+from ratchet.environments.wrong_answers import OneRightAnswer
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+class Arithmetic(OneRightAnswer, Procedural):
+    name = "arithmetic"
+
+    def __init__(self, config: ArithmeticConfig) -> None:
+        self.config = config
+
+    def sample(self, rng: random.Random) -> Problem:
+        digits = self.config.digits
+        sign = rng.choice(self.config.operators)
+        x, y = rng.randrange(10**digits), rng.randrange(10**digits)
+        value = OPERATIONS[sign](x, y)
+        answer = self._reversed(value, sign) if self.config.reverse else str(value)
+        return Problem(f"{x:0{digits}d}{sign}{y:0{digits}d}=", answer)
+
+    def _reversed(self, value: int, sign: str) -> str:
+        """Least significant digit first, so that carries run in writing order; of fixed width, so that the end is known
+        from the start. A minus sign takes one place of the width and comes last."""
+        width = 2 * self.config.digits if sign == "*" else self.config.digits + 1
+        return f"{value:0{width}d}"[::-1]

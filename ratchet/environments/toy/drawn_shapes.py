@@ -1,0 +1,139 @@
+"""Questions about a drawn picture of shapes on a grid. What a task asks follows from a list of the things in the picture, so
+answers are exact; the picture is drawn when the task is made, and travels in its message."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from ratchet.data.formats.media import embed
+from ratchet.environments.games.rendering import COLOURS, blank, draw
+from ratchet.environments.single_turn import Problem, Procedural
+from ratchet.environments.toy.drawn_shapes_config import ShapesConfig
+from ratchet.environments.wrong_answers import OneRightAnswer
+from ratchet.types import Comparison, Message, Part, Task
+
+FILLED = 0.6  # of a cell's side
+
+
+class Thing(NamedTuple):
+    """row, column: of its cell. right, down: pixels that it is moved from the cell's middle."""
+
+    shape: str
+    colour: str
+    row: int
+    column: int
+    right: int
+    down: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.colour} {self.shape}"
+
+
+class Asked(NamedTuple):
+    """answers: all that the question could have; the right one among them."""
+
+    question: str
+    answer: str
+    answers: Sequence[str]
+
+
+class Shapes(OneRightAnswer, Procedural):
+    name = "shapes"
+
+    def __init__(self, config: ShapesConfig) -> None:
+        self.config = config
+        self.questions: Mapping[str, Callable[[Sequence[Thing], random.Random], Asked | None]] = {
+            "count": self._count,
+            "colour": self._colour,
+            "shape": self._shape,
+            "position": self._position,
+        }
+
+    def sample(self, rng: random.Random) -> Problem | None:
+        """None where the picture drawn allows no question of the kind drawn."""
+        kind = rng.choice(self.config.questions)
+        things = self._things(rng)
+        asked = self.questions[kind](things, rng)
+        if asked is None:
+            return None
+        listed = [list(thing) for thing in things]
+        meta = {"question": kind, "answers": list(asked.answers), "things": listed}
+        return Problem(asked.question, asked.answer, meta, key=json.dumps(sorted(listed)))
+
+    def messages(self, problem: Problem) -> tuple[Message, ...]:
+        things = [Thing(*thing) for thing in problem.meta["things"]]
+        if self.config.shuffled:
+            things = self._things(random.Random(f"another/{problem.identity}"))
+        return (Message("user", (self.picture(things), Part("text", problem.prompt))),)
+
+    def picture(self, things: Sequence[Thing]) -> Part:
+        size, cell = self.config.size, self.config.size / self.config.grid
+        image = blank(size, size)
+        half = int(cell * FILLED) // 2
+        for thing in things:
+            x, y = int((thing.column + 0.5) * cell) + thing.right, int((thing.row + 0.5) * cell) + thing.down
+            draw(image, (thing.shape, COLOURS[thing.colour]), (x - half, y - half, x + half - 1, y + half - 1))
+        return embed(image)
+
+    def comparison(self, task: Task) -> Comparison:
+        """The right answer, and another that the same question could have."""
+        others = [answer for answer in task.meta["answers"] if answer != task.answer]
+        wrong = random.Random(f"mistake/{task.id}").choice(others)
+        return Comparison(self._says(str(task.answer)), self._says(wrong), rewards=(1.0, 0.0))
+
+    def _things(self, rng: random.Random) -> list[Thing]:
+        config = self.config
+        cells = rng.sample(range(config.grid**2), rng.randint(*config.things))
+        room = int(config.jitter * (1 - FILLED) / 2 * config.size / config.grid)
+        return [
+            Thing(rng.choice(config.shapes), rng.choice(config.colours), *divmod(cell, config.grid), *_moved(rng, room))
+            for cell in cells
+        ]
+
+    # --- questions
+
+    def _count(self, things: Sequence[Thing], rng: random.Random) -> Asked:
+        colour, shape = rng.choice((None, *self.config.colours)), rng.choice((None, *self.config.shapes))
+        number = sum(colour in (None, thing.colour) and shape in (None, thing.shape) for thing in things)
+        what = f"{colour or ''} {f'{shape}s' if shape else 'things'}".strip()
+        return Asked(f"How many {what} are there?", str(number), [str(n) for n in range(self.config.things[1] + 1)])
+
+    def _colour(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
+        thing = _only(things, "shape", rng)
+        return thing and Asked(f"What colour is the {thing.shape}?", thing.colour, self.config.colours)
+
+    def _shape(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
+        thing = _only(things, "colour", rng)
+        return thing and Asked(f"What shape is the {thing.colour} thing?", thing.shape, self.config.shapes)
+
+    def _position(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
+        """Which side of another thing one is on: of two that differ in name, in rows or in columns."""
+        names = Counter(thing.name for thing in things)
+        named = [thing for thing in things if names[thing.name] == 1]
+        if len(named) < 2:
+            return None
+        one, other = rng.sample(named, 2)
+        across = rng.random() < 0.5
+        place, its, words = (
+            (one.column, other.column, ("left", "right")) if across else (one.row, other.row, ("above", "below"))
+        )
+        if place == its:
+            return None
+        asked = f"Is the {one.name} {words[0]} or {words[1]}{' of' if across else ''} the {other.name}?"
+        return Asked(asked, words[place > its], words)
+
+
+def _moved(rng: random.Random, room: int) -> tuple[int, int]:
+    return rng.randint(-room, room), rng.randint(-room, room)
+
+
+def _only(things: Sequence[Thing], what: str, rng: random.Random) -> Thing | None:
+    """One that shares what it is asked by with no other."""
+    values = Counter(getattr(thing, what) for thing in things)
+    alone = [thing for thing in things if values[getattr(thing, what)] == 1]
+    return rng.choice(alone) if alone else None

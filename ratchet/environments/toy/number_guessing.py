@@ -1,0 +1,78 @@
+"""Guess a number; after each guess it is said whether the number is higher or lower."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ratchet.environments.games.game import Game
+from ratchet.environments.games.games_config import NumberGuessingConfig
+from ratchet.environments.single_turn import Problem
+from ratchet.types import Task
+
+
+class Known(NamedTuple):
+    """The number is one of low .. high by what has been said. hint: "<" it is lower than the last guess, ">" higher, "=" it
+    was found, "" at the start."""
+
+    low: int
+    high: int
+    secret: int
+    hint: str = ""
+
+
+HINTS = {"<": "lower", ">": "higher"}
+
+
+class NumberGuessing(Game[Known]):
+    name = "number_guessing"
+
+    def __init__(self, config: NumberGuessingConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def sample(self, rng: random.Random) -> Problem:
+        low = rng.randint(0, self.config.max_low)
+        known = Known(low, low + self.config.numbers - 1, rng.randrange(low, low + self.config.numbers))
+        return Problem(self.prompt(known), str(known.secret), {"low": known.low, "high": known.high})
+
+    def start(self, task: Task) -> Known:
+        return Known(task.meta["low"], task.meta["high"], int(task.answer))
+
+    def read(self, text: str) -> str:
+        numbers = re.findall(r"\d+", text)
+        return numbers[-1] if numbers else ""
+
+    def move(self, state: Known, move: str, luck: random.Random) -> Known | None:
+        """A guess that can't be right any more is legal: it is answered, and wasted."""
+        if not 0 < len(move) <= 9:  # longer than any number in a game
+            return None
+        guess = int(move)
+        if guess == state.secret:
+            return state._replace(hint="=")
+        if guess > state.secret:
+            return state._replace(high=min(state.high, guess - 1), hint="<")
+        return state._replace(low=max(state.low, guess + 1), hint=">")
+
+    def won(self, state: Known) -> bool | None:
+        return True if state.hint == "=" else None
+
+    def show(self, state: Known) -> str:
+        if not state.hint:
+            return f"{state.low}-{state.high}"
+        return HINTS[state.hint] if self.in_words else state.hint
+
+    def key(self, state: Known) -> str:
+        return f"{state.low}-{state.high}"
+
+    def player(self, task: Task) -> Callable[[Known], str]:
+        """Halves what is left."""
+        return lambda state: str((state.low + state.high) // 2)
+
+    def rules(self) -> str:
+        return (
+            f"Guess my number, which lies within the range below, its ends included. After each of your "
+            f"{self.max_moves} guesses I say whether my number is higher or lower. End each message with your guess."
+        )

@@ -1,0 +1,20 @@
+"""Sort digits: "73120465=" -> "01234567". A random 0.1 M decoder learns it on a CPU in about a minute."""
+
+from __future__ import annotations
+
+import random
+
+from ratchet.environments.config import SortingConfig
+from ratchet.environments.single_turn import Problem, Procedural
+from ratchet.environments.wrong_answers import OneRightAnswer
+
+
+class Sorting(OneRightAnswer, Procedural):
+    name = "sorting"
+
+    def __init__(self, config: SortingConfig) -> None:
+        self.config = config
+
+    def sample(self, rng: random.Random) -> Problem:
+        digits = rng.choices("0123456789", k=self.config.digits)
+        return Problem("".join(digits) + "=", "".join(sorted(digits)))

@@ -1,0 +1,106 @@
+"""An environment whose attempts are played in worker processes, several in each. What computes long, blocks or crashes there
+neither holds up the driver nor takes it along. Tasks, demonstrations and pairs come from an instance here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from ratchet.config.resolve import construct
+from ratchet.environments.workers.config import WorkersConfig
+from ratchet.environments.workers.pool import Pool
+from ratchet.protocols import Compares, Judges, Measures, OffersStops, OffersTools, Step, Steps
+from ratchet.types import Comparison, Group, Judged, Message, Split, Task
+
+
+def workers(config: WorkersConfig) -> Workers:
+    """One that offers what the environment itself offers."""
+    here = construct(config.of)
+    bases = tuple(made for protocol, made in OFFERS.items() if isinstance(here, protocol))
+    return type(f"{type(here).__name__}InWorkers", (*bases, Workers), {})(config, here)
+
+
+class Workers:
+    """Copies share the processes. An instance has its place in one of them from its first attempt until it is closed."""
+
+    def __init__(self, config: WorkersConfig, here: Any) -> None:
+        self.config, self.here = config, here
+        self.replayable, self.judges = here.replayable, getattr(here, "judges", True)
+        self._pool = Pool(config.of.model_dump(mode="json"), processes=config.processes, threads=config.threads)
+        self._join()
+
+    def __copy__(self) -> Self:
+        made = object.__new__(type(self))
+        made.__dict__ |= self.__dict__
+        made._join()
+        return made
+
+    def _join(self) -> None:
+        self._who = self._pool.join()
+        self._task: Task | None = None
+        self._said: Mapping[str, Any] = {}
+        weakref.finalize(self, self._pool.leave, self._who).atexit = False
+
+    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
+        return self.here.tasks(split, seed=seed, start=start)
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        return self.here.demonstration(task)
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Raises Lost where the process died and Raised with the traceback of what the environment raised, as does `step`."""
+        self._task, self._said = None, await self._pool.reset(self._who, task)
+        self._task = task
+        return self._said["messages"]
+
+    async def step(self, message: Message) -> Step:
+        said = await self._pool.step(self._who, message)
+        self._said = {**self._said, **said}
+        return said["step"]
+
+    async def close(self) -> None:
+        self._task = None
+        await self._pool.close(self._who)
+
+
+class _OffersTools(Workers):
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return self._said["tools"] if task == self._task else self.here.tools(task)
+
+
+class _OffersStops(Workers):
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self._said.get("stops", ())
+
+
+class _Measures(Workers):
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        return self.here.measure(groups)
+
+
+class _Compares(Workers):
+    def comparison(self, task: Task) -> Comparison:
+        return self.here.comparison(task)
+
+
+class _Judges(Workers):
+    def judged(self, task: Task) -> Judged:
+        return self.here.judged(task)
+
+
+class _Steps(Workers):
+    def steps(self, task: Task) -> Sequence[tuple[str, float]]:
+        return self.here.steps(task)
+
+
+OFFERS: Mapping[type, type[Workers]] = {
+    OffersTools: _OffersTools,
+    OffersStops: _OffersStops,
+    Measures: _Measures,
+    Compares: _Compares,
+    Judges: _Judges,
+    Steps: _Steps,
+}

@@ -1,0 +1,212 @@
+"""One worker process, as the driver sees it: calls that wait for its answers, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ratchet.environments.workers.protocol import HEAD, frame, packed, unpacked
+from ratchet.errors import RatchetError
+from ratchet.observe.exit_status import ended_how
+from ratchet.utils import credentials
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0  # for imports and data, on a machine that does much else
+MOST_LEFT = 256  # threads, or file descriptors, that attempts may leave open in a process before it is replaced
+GRACE_S = 1.0  # for a cancelled call to end; what awaits ends at once, what computes may do so before the next step
+BOOTSTRAP = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from ratchet.environments.workers.worker_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class Lost(RatchetError):
+    """The process of an attempt died, or was given up."""
+
+
+class Raised(RatchetError):
+    """The environment raised in its process; the message holds the traceback."""
+
+
+@dataclass(eq=False)
+class Seat:
+    """Where the attempts of one instance are played. playing: one is under way."""
+
+    worker: Worker
+    thread: int
+    number: int = field(default_factory=itertools.count().__next__)
+    playing: bool = True
+
+
+@dataclass(eq=False)
+class _Call:
+    seat: Seat
+    answer: asyncio.Future[Any]
+
+
+class Worker:
+    """To be used in one event loop. changed: called when it was found to hang or to leak, when a cancelled call has ended after
+    all, and when the process has ended."""
+
+    def __init__(self, section: Mapping[str, Any], changed: Callable[[Worker], None]) -> None:
+        self.seats: set[Seat] = set()
+        self.ended = ""  # how
+        self.hung: set[int] = set()  # threads that a cancelled call never gave back
+        self.leaks = False  # attempts that are over have left much open there
+        self._at_first: dict[str, int] | None = None
+        self._changed = changed
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = _started(theirs)
+        self.ready = asyncio.get_running_loop().create_future()
+        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # whether or not anybody waits
+        self._writer: asyncio.StreamWriter | None = None
+        self._serving = asyncio.create_task(self._serve(ours, section))
+
+    @property
+    def playing(self) -> int:
+        return sum(seat.playing for seat in self.seats)
+
+    def load(self, thread: int) -> tuple[int, int]:
+        """(calls that were cancelled and still run there, attempts that are played there)"""
+        stuck = sum(call.seat.thread == thread for call in self._calls.values() if call.answer.cancelled())
+        return stuck, sum(seat.playing for seat in self.seats if seat.thread == thread)
+
+    async def call(self, seat: Seat, op: str, given: Any = None) -> Any:
+        """Raises Lost and Raised, and DataError for what can't be sent. A cancelled call is cancelled there too."""
+        given = packed(given)
+        await asyncio.shield(self.ready)
+        if self.ended or seat.thread in self.hung:
+            raise self._lost(seat)
+        number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._send({"id": number, "op": op, "thread": seat.thread, "attempt": seat.number, "given": given})
+        self._calls[number] = _Call(seat, answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._send({"id": number, "op": "cancel", "thread": seat.thread})
+            asyncio.get_running_loop().call_later(GRACE_S, self._must_be_over, number)
+            raise
+
+    def look(self) -> None:
+        """After an attempt: at what is left open there, against what was after the first."""
+        held = _left_open(self.process.pid)
+        self._at_first = self._at_first or held
+        grown = {name: count - self._at_first.get(name, count) for name, count in held.items()}
+        if not self.leaks and max(grown.values(), default=0) > MOST_LEFT:
+            self.leaks = True
+            more = ", ".join(f"{count} more {name}" for name, count in grown.items())
+            log.warning("worker process %d is replaced: since its first attempt it holds %s", self.process.pid, more)
+            self._changed(self)
+
+    def kill(self) -> None:
+        """With all that environments started there and left in its group."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of one that is dead already
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _lost(self, seat: Seat) -> Lost:
+        if self.ended:
+            return Lost(self.ended)
+        why = f"another call, which was cancelled, hangs in its thread {seat.thread}"
+        return Lost(f"worker process {self.process.pid} is given up: {why}")
+
+    def _must_be_over(self, number: int) -> None:
+        if self.ended or number not in self._calls:
+            return
+        thread = self._calls[number].seat.thread
+        self.hung.add(thread)
+        for call in self._calls.values():
+            if call.seat.thread == thread and not call.answer.done():
+                call.answer.set_exception(self._lost(call.seat))
+        self._changed(self)
+
+    def _send(self, values: Mapping[str, Any]) -> None:
+        assert self._writer is not None, "a call to a process that is not ready"
+        self._writer.write(frame(values))
+
+    # --- what it says
+
+    async def _serve(self, ours: socket.socket, section: Mapping[str, Any]) -> None:
+        how = ""
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._send({"of": section, "credentials": credentials.offered()})
+            async with asyncio.timeout(START_S):
+                first = await _received(reader)
+            if "error" in first:
+                how = f"the environment could not be made in a worker process:\n{first['error']}"
+                return
+            self.ready.set_result(None)
+            while True:
+                self._take(await _received(reader))
+        except TimeoutError:
+            how = f"worker process {self.process.pid} was not ready after {START_S:g} s"
+        except (asyncio.IncompleteReadError, OSError):
+            pass  # it ended
+        finally:
+            self.kill()
+            if self._writer is not None:
+                self._writer.close()
+            await self._buried(how)
+
+    def _take(self, said: Mapping[str, Any]) -> None:
+        call = self._calls.pop(said["id"])
+        if call.answer.cancelled():
+            self._changed(self)
+        elif not call.answer.done():
+            if "error" in said:
+                call.answer.set_exception(Raised(f"in worker process {self.process.pid}:\n{said['error']}"))
+            else:
+                call.answer.set_result(unpacked(said["value"]))
+
+    async def _buried(self, how: str) -> None:
+        while self.process.poll() is None:  # it was killed, or closed its end while it died
+            await asyncio.sleep(0.002)
+        self.ended = how or f"worker process {self.process.pid} died ({ended_how(self.process.returncode)[0]})"
+        if not self.ready.done():
+            self.ready.set_exception(Lost(self.ended))
+        for call in self._calls.values():
+            if not call.answer.done():
+                call.answer.set_exception(Lost(self.ended))
+        self._changed(self)
+
+
+def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """Nothing is inherited but the environment variables, the standard error and one end of a socket."""
+    arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+    return subprocess.Popen(
+        # A worker is one of many: numerical libraries must not start a thread for each core in each of them.
+        ["/usr/bin/env", "OMP_NUM_THREADS=1", sys.executable, "-c", BOOTSTRAP, *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(),),
+        start_new_session=True,  # Ctrl-C is for the driver
+    )
+
+
+async def _received(reader: asyncio.StreamReader) -> dict[str, Any]:
+    (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+    return json.loads(await reader.readexactly(length))
+
+
+def _left_open(pid: int) -> dict[str, int]:
+    """What a process holds; {} where the system doesn't say."""
+    try:
+        return {"threads": len(os.listdir(f"/proc/{pid}/task")), "file descriptors": len(os.listdir(f"/proc/{pid}/fd"))}
+    except OSError:
+        return {}

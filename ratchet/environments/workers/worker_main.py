@@ -1,0 +1,154 @@
+"""What a process of `ratchet.environments.workers.pool` runs: attempts of one environment, each in one of several threads.
+
+A thread has an event loop of its own, so that what blocks one holds up only the attempts that it plays. The main thread
+reads what the driver sends. The process ends with the driver, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from ratchet.config.resolve import construct, resolve
+from ratchet.environments.workers.protocol import HEAD, frame, packed, unpacked
+from ratchet.protocols import Environment, OffersStops, OffersTools
+from ratchet.utils import credentials
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, driver: int) -> None:
+    """Never returns. The first frame holds the section ("of") and the credentials; the others are calls and cancellations."""
+    _die_with(driver)
+    os.dup2(2, 1)  # the driver's standard output is not for whatever an environment prints
+    faulthandler.enable()
+    connection = socket.socket(fileno=descriptor)
+    first = _receive(connection)
+    try:
+        credentials.offer(first["credentials"])
+        server = _Server(connection, construct(resolve("played", first["of"])))
+    except (Exception, SystemExit):  # anybody's code
+        connection.sendall(frame({"error": traceback.format_exc()}))
+        _end()
+    connection.sendall(frame({"ready": True}))
+    while True:
+        server.take(_receive(connection))
+
+
+def _die_with(driver: int) -> None:
+    """The kernel kills this process when the driver dies, even if an environment holds the interpreter's lock. Elsewhere than
+    on Linux the end of the connection has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != driver:
+        _end()
+
+
+def _end() -> NoReturn:
+    """With all that environments started here and left in its group."""
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("it is dead")
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    (length,) = HEAD.unpack(_exactly(connection, HEAD.size))
+    return json.loads(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    pieces = bytearray()
+    while len(pieces) < count:
+        piece = connection.recv(min(count - len(pieces), 2**20))
+        if not piece:
+            _end()
+        pieces += piece
+    return bytes(pieces)
+
+
+class _Server:
+    def __init__(self, connection: socket.socket, environment: Environment) -> None:
+        self.environment = environment
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._threads: dict[int, _Thread] = {}
+
+    def take(self, call: dict[str, Any]) -> None:
+        if call["thread"] not in self._threads:
+            self._threads[call["thread"]] = _Thread(self)
+        self._threads[call["thread"]].take(call)
+
+    def send(self, answer: bytes) -> None:
+        with self._sending:
+            self._connection.sendall(answer)
+
+
+class _Thread:
+    """Plays the attempts that the driver gave it, each with an instance of its own."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self._playing: dict[int, Environment] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="attempts", daemon=True).start()
+
+    def _run(self) -> None:
+        """A task of an environment's own can end the loop, by sys.exit say: then nobody would answer here any more."""
+        try:
+            self._loop.run_forever()
+        finally:
+            os._exit(1)
+
+    def take(self, call: dict[str, Any]) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._cancel if call["op"] == "cancel" else self._begin, call)
+
+    def _begin(self, call: dict[str, Any]) -> None:
+        task = self._loop.create_task(self._answer(call))
+        self._calls[call["id"]] = task
+        task.add_done_callback(lambda task: self._over(call["id"], task))
+
+    def _over(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._calls[number]
+        if task.cancelled():  # before it began
+            self._server.send(frame({"id": number, "error": "cancelled"}))
+
+    def _cancel(self, call: dict[str, Any]) -> None:
+        if call["id"] in self._calls:
+            self._calls[call["id"]].cancel()
+
+    async def _answer(self, call: dict[str, Any]) -> None:
+        try:
+            answer = frame({"id": call["id"], "value": packed(await self._do(call))})
+        except BaseException:  # the episode boundary, of a cancelled call too: the driver waits for an answer to each
+            answer = frame({"id": call["id"], "error": traceback.format_exc()})
+        self._server.send(answer)
+
+    async def _do(self, call: Mapping[str, Any]) -> dict[str, Any] | None:
+        attempt, given = call["attempt"], unpacked(call["given"])
+        if call["op"] == "close":
+            if attempt in self._playing:
+                await self._playing.pop(attempt).close()
+            return None
+        if call["op"] == "reset":
+            if attempt not in self._playing:
+                self._playing[attempt] = copy.copy(self._server.environment)
+            environment = self._playing[attempt]
+            value: dict[str, Any] = {"messages": await environment.reset(given)}
+            if isinstance(environment, OffersTools):
+                value["tools"] = environment.tools(given)
+        else:
+            environment = self._playing[attempt]
+            value = {"step": await environment.step(given)}
+        return value | ({"stops": environment.stop_strings} if isinstance(environment, OffersStops) else {})

@@ -1,0 +1,90 @@
+"""Held-out tasks, answered by the policy: once greedily, and as often as is asked at random."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ratchet.evals.results import Attempt, End, Prompt, Results, digest
+from ratchet.experience.rollout.manager import RolloutManager
+from ratchet.protocols import Votes
+from ratchet.rewards.base import voter
+from ratchet.types import Cancelled, Failed, Group, Sampling, Scored, Task, Trajectory, Truncated
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """manager: judges by the yardstick, which by default is the environment's own reward: shaping can't move it. samples:
+    attempts a task beside the greedy one, if there is one. passing: see `Results`."""
+
+    manager: RolloutManager
+    tasks: Sequence[Task]
+    sampling: Sampling
+    samples: int = 0
+    greedy: bool = True
+    passing: float = 1.0
+
+    measures = "answers of the policy"
+
+    @property
+    def managers(self) -> Sequence[RolloutManager]:
+        return (self.manager,)
+
+    async def run(self) -> Results:
+        jobs = [(f"eval/{task.id}", task) for task in self.tasks]
+        greedy: list[Group] = []
+        sampled: list[Group] = []
+        if self.greedy:
+            greedy = await self.manager.groups(jobs, replace(self.sampling, temperature=0.0), attempts=1)
+        if self.samples:
+            sampled = await self.manager.groups(jobs, self.sampling, attempts=self.samples)
+        prompts = [self._prompt(task, greedy[i : i + 1], sampled[i : i + 1]) for i, task in enumerate(self.tasks)]
+        found = Results(tuple(prompts), self.passing)
+        _warn(found)
+        return found
+
+    def _prompt(self, task: Task, greedy: Sequence[Group], sampled: Sequence[Group]) -> Prompt:
+        votes = voter(self.manager.reward, task)
+
+        def attempts(groups: Sequence[Group]) -> tuple[Attempt, ...]:
+            return tuple(_attempt(rows, votes, task) for group in groups for rows in group.attempts)
+
+        first = next(iter(attempts(greedy)), None)
+        return Prompt(task.id, task.tag, digest(task), votes is not None, first, attempts(sampled))
+
+
+def _attempt(rows: Sequence[Trajectory], votes: Votes | None, task: Task) -> Attempt:
+    """rows: of the attempt; the last has the whole conversation."""
+    row = rows[-1]
+    answer = None if votes is None or row.reward is None else votes.vote(row, task)
+    said = [message.text for message in row.messages if message.role == "assistant"]
+    detail = ""
+    if isinstance(row.outcome, Failed):
+        detail = f"{row.outcome.kind}: {row.outcome.detail}"
+    tokens = sum(one.completion_length for one in rows)
+    return Attempt(_end(row), row.reward, answer, tokens, said[-1] if said else "", detail)
+
+
+def _end(row: Trajectory) -> End:
+    if isinstance(row.outcome, Scored):
+        return "scored"
+    if isinstance(row.outcome, Failed):
+        return "failed"
+    if isinstance(row.outcome, Cancelled):
+        return "cancelled"
+    return "truncated" if isinstance(row.outcome, Truncated) else "unjudged"
+
+
+def _warn(found: Results) -> None:
+    attempts = [attempt for prompt in found.prompts for attempt in prompt.attempts]
+    failures = [attempt for attempt in attempts if attempt.reward is None]
+    if failures:
+        log.warning(
+            "%d of %d evaluation attempts have no reward, and are neither right nor wrong; %s",
+            len(failures),
+            len(attempts),
+            failures[0].detail or failures[0].end,
+        )

@@ -1,0 +1,183 @@
+"""Attempts played by a model behind an OpenAI-compatible endpoint: messages out, messages in. Its tokens are nobody's to see,
+so what comes of an attempt can be judged and counted, and not be trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ratchet.data.chat.renderer import Tools
+from ratchet.errors import DataError
+from ratchet.experience.rollout.episode import PromptMemo, checked, checked_step, offered_tools
+from ratchet.experience.rollout.user_code import UserCodeFailed, guarded
+from ratchet.experience.seeds import seed_for
+from ratchet.protocols import Environment, OffersStops, OffersTools
+from ratchet.rewards.llm.http_client import Endpoint, EndpointError
+from ratchet.types import Failed, Message, Outcome, Owner, Sampling, Task, ToolCall, Trajectory, Truncated, Turn
+
+NOBODY_IS_SERVED = (401, 403, 404, 405)  # wrong key, wrong address, wrong model: true of every request
+UNKNOWN = -1  # the id of a token that only its server knows
+SEEDS = 2**31  # what servers take
+
+
+@dataclass
+class _Play:
+    messages: list[Message]
+    tools: Tools | None = None
+    tokens: int = 0  # that the model wrote
+    turns: list[Turn] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0})
+
+    def trajectory(self, attempt: int, temperature: float, outcome: Outcome | None) -> Trajectory:
+        length = 1 + self.tokens
+        owner = np.full(length, Owner.POLICY, np.int8)
+        owner[0] = Owner.PROMPT
+        return Trajectory(
+            tokens=np.full(length, UNKNOWN, np.int64),
+            owner=owner,
+            trainable=np.zeros(length, np.bool_),
+            rollout_logprobs=np.zeros(length, np.float32),
+            versions=np.full(length, -1, np.int32),
+            attempt=attempt,
+            temperature=temperature,
+            turns=tuple(self.turns),
+            messages=tuple(self.messages),
+            outcome=outcome,
+            metrics=self.metrics,
+        )
+
+
+@dataclass(frozen=True)
+class EndpointPlayer:
+    """Plays attempts like `Player`. body: further keys of each request; None removes one. timeout_s: of a whole attempt,
+    waiting for its turn included; None: no limit."""
+
+    endpoint: Endpoint
+    model: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+    max_turns: int = 64
+    timeout_s: float | None = None
+
+    async def play(
+        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+    ) -> list[Trajectory]:
+        """One trajectory, not yet judged. It failed as "endpoint" where no usable answer came, as "environment" or "timeout" as
+        with any other player. Raises EndpointError where the endpoint would refuse every request."""
+        play = _Play(list(task.messages))
+        limit = asyncio.timeout(self.timeout_s)
+        outcome: Outcome | None
+        try:
+            async with limit:
+                outcome = await self._episode(play, task, environment, sampling)
+        except TimeoutError:
+            outcome = Failed("timeout", f"not over after {self.timeout_s:g} s and {len(play.turns)} turns")
+        except UserCodeFailed as failure:
+            outcome = Failed("environment", str(failure))
+        except DataError as error:
+            outcome = Failed("endpoint", str(error))
+        except EndpointError as error:
+            if error.status in NOBODY_IS_SERVED:
+                raise
+            outcome = Failed("endpoint", str(error))
+        return [play.trajectory(attempt, sampling.temperature, outcome)]
+
+    async def _episode(self, play: _Play, task: Task, environment: Environment, sampling: Sampling) -> Outcome | None:
+        play.messages = list(checked(await guarded(lambda: environment.reset(task)), "reset", environment))
+        if isinstance(environment, OffersTools):
+            play.tools = await offered_tools(environment, task) or None
+            play.metrics["malformed_tool_calls"] = 0.0
+        for number in range(self.max_turns):
+            stops = environment.stop_strings if isinstance(environment, OffersStops) else ()
+            body = self._request(play, sampling, number, tuple(dict.fromkeys((*sampling.stop, *stops))))
+            choice = self._choice(play, await self.endpoint.post(body))
+            start = play.turns[-1].end if play.turns else 1
+            end = 1 + play.tokens
+            message, malformed = read_message(choice["message"])
+            play.messages.append(message)
+            play.metrics["turns"] += 1
+            if play.tools is not None:
+                play.metrics["malformed_tool_calls"] += malformed
+            if choice.get("finish_reason") == "length":
+                play.turns.append(Turn(start, end, cut=True))
+                return Truncated()
+            step = checked_step(await guarded(lambda said=message: environment.step(said)), environment)
+            play.turns.append(Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False))
+            for name, measured in (step.metrics or {}).items():
+                play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
+            if step.done:
+                return None
+            play.messages.extend(step.messages)
+        play.metrics["turn_limit"] = 1.0
+        return Truncated()
+
+    def _request(self, play: _Play, sampling: Sampling, number: int, stops: tuple[str, ...]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [wire_message(message) for message in play.messages],
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_new_tokens,
+            "seed": seed_for(sampling.seed, number) % SEEDS,
+        }
+        usual = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        body |= {key: getattr(sampling, key) for key, off in usual.items() if getattr(sampling, key) != off}
+        if stops:
+            body["stop"] = list(stops)
+        if play.tools is not None:
+            body["tools"] = [dict(tool) for tool in play.tools]
+        return {key: value for key, value in {**body, **self.body}.items() if value is not None}
+
+    def _choice(self, play: _Play, answer: Any) -> Mapping[str, Any]:
+        """Raises DataError for an answer without a message, or one that was withheld."""
+        try:
+            choice = answer["choices"][0]
+            message, usage = choice["message"], answer.get("usage") or {}
+            known = message["role"] == "assistant" and isinstance(message.get("content") or "", str)
+            play.tokens += int(usage.get("completion_tokens") or 0)
+        except (LookupError, TypeError, AttributeError, ValueError):
+            choice, known = {}, False
+        if not known:
+            raise DataError(f"{self.endpoint.url} answered without a message: {json.dumps(answer)[:300]}")
+        if choice.get("finish_reason") == "content_filter":
+            raise DataError(f"{self.endpoint.url} withheld its answer (content_filter)")
+        return choice
+
+
+def wire_message(message: Message) -> dict[str, Any]:
+    """As the API takes it."""
+    given: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.tool_calls:
+        given["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))}}
+            for call in message.tool_calls
+        ]
+    return given if message.tool_call_id is None else {**given, "tool_call_id": message.tool_call_id}
+
+
+def read_message(given: Mapping[str, Any]) -> tuple[Message, int]:
+    """And how many of its calls can't be read: these stay in its text."""
+    text, calls, malformed = given.get("content") or "", [], 0
+    for call in given.get("tool_calls") or ():
+        try:
+            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"] or "{}")
+            if not isinstance(arguments, dict):
+                raise ValueError(arguments)
+            calls.append(ToolCall(str(call["id"]), str(name), arguments))
+        except (LookupError, TypeError, ValueError):
+            malformed += 1
+            text += json.dumps(call)
+    return Message("assistant", text, tuple(calls)), malformed
+
+
+def endpoint_of(url: str) -> str:
+    """The address that completions are asked of: http://host/v1 is the base of an API."""
+    return f"{url.rstrip('/')}/chat/completions"
+
+
+def is_endpoint(target: str) -> bool:
+    return target.startswith(("http://", "https://"))

@@ -1,0 +1,44 @@
+"""Held-out accuracy on pairs: how often the better of two answers is the likelier one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ratchet.data.packing import pack
+from ratchet.experience.rollout.manager import RolloutManager
+from ratchet.experience.sources.offline import Pairs
+from ratchet.protocols import Learner
+from ratchet.types import Task
+
+
+@dataclass(frozen=True)
+class PairAccuracy:
+    """pairs: compared. accuracy: share of them in which the chosen answer is likelier; a tie is half right. margin: mean
+    difference of the summed log-probabilities, in nats."""
+
+    pairs: int
+    accuracy: float
+    margin: float
+
+    def numbers(self) -> dict[str, float]:
+        return {"accuracy": self.accuracy, "margin": self.margin}
+
+
+class PairEvaluator:
+    """pairs: makes groups of two, the better answer first."""
+
+    managers: Sequence[RolloutManager] = ()
+    measures = "likelier answers"
+
+    def __init__(self, learner: Learner, pairs: Pairs, tasks: Sequence[Task]) -> None:
+        self.learner, self.pairs, self.tasks = learner, pairs, tasks
+
+    async def run(self) -> PairAccuracy:
+        groups = await self.pairs.make([(f"eval/{task.id}", task) for task in self.tasks], version=0)
+        batch = pack(groups)
+        logprobs_T = (await self.learner.score(batch, ["logprobs"]))["logprobs"].double()
+        logprobs_S = batch.sequence_sum(logprobs_T)
+        margins_G = logprobs_S[0::2] - logprobs_S[1::2]
+        right_G = (margins_G > 0).double() + (margins_G == 0).double() / 2
+        return PairAccuracy(len(groups), float(right_G.mean()), float(margins_G.mean()))

@@ -1,0 +1,33 @@
+"""Batches as dictionaries of columns, message logs that hold their tokens, and environments that step many conversations at
+once: what those bring along who come from NeMo RL (nemo_rl/environments/interfaces.py states the protocol).
+
+`ratchet.experience.nemo_rl.rollouts` plays over it; `environment: {kind: message_log}` trains with it.
+"""
+
+from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
+from ratchet.experience.nemo_rl.environment import EnvironmentInterface, EnvironmentReturn
+from ratchet.experience.nemo_rl.generation import WithSampling
+from ratchet.experience.nemo_rl.specs import (
+    DatumSpec,
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    MessageLog,
+    collate,
+)
+from ratchet.experience.nemo_rl.tokens import TokenizerType, make_datum
+
+__all__ = [
+    "BatchedDataDict",
+    "DatumSpec",
+    "EnvironmentInterface",
+    "EnvironmentReturn",
+    "GenerationDatumSpec",
+    "GenerationInterface",
+    "GenerationOutputSpec",
+    "MessageLog",
+    "TokenizerType",
+    "WithSampling",
+    "collate",
+    "make_datum",
+]

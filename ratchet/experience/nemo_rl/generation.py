@@ -1,0 +1,162 @@
+"""Generators of both shapes behind one call: one that takes tokens and a `Sampling` (`ratchet.protocols.Generator`), and one
+that takes a batch (`GenerationInterface`).
+
+B = rows of a batch, S = tokens of its longest row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ratchet.errors import ConfigError
+from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
+from ratchet.experience.nemo_rl.specs import GenerationDatumSpec
+from ratchet.types import Completion, Placed, Sampling, StopReason
+
+Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
+
+
+@dataclass(frozen=True)
+class WithSampling:
+    """A generator and how it is to draw, for the functions that take no sampling: temperature, filters, `max_new_tokens` of
+    a turn, stop strings, and the seed. `generator` is any with the `generate` of `ratchet.protocols.Generator`."""
+
+    generator: Any
+    sampling: Sampling
+
+    @property
+    def version(self) -> int:
+        return version_of(self.generator)
+
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
+        return await self.generator.generate(tokens, sampling, media)
+
+
+def refuse_media(media: Sequence[Placed]) -> None:
+    """For generators of batches, whose rows are tokens alone. Raises ConfigError."""
+    if media:
+        raise ConfigError(
+            f"the prompt has {len(media)} media, and a generator of batches (GenerationInterface) is given tokens alone: use "
+            "one with the `generate` of ratchet.protocols.Generator"
+        )
+
+
+def version_of(policy_generation: Any) -> int:
+    return int(getattr(policy_generation, "version", 0))
+
+
+def sampling_of(policy_generation: Any, stop_ids: Sequence[int], *, max_new_tokens: int, greedy: bool) -> Sampling:
+    """Its own (`WithSampling`), or one at temperature 1 of at most `max_new_tokens`; `stop_ids` end a turn too."""
+    own = getattr(policy_generation, "sampling", None) or Sampling(max_new_tokens=max_new_tokens)
+    temperature = 0.0 if greedy else own.temperature
+    return replace(own, temperature=temperature, stop_ids=tuple(dict.fromkeys((*own.stop_ids, *stop_ids))))
+
+
+def takes_batches(policy_generation: Any) -> bool:
+    """True if the generator takes batches (`GenerationInterface`, or its `generate_async` alone), not tokens.
+
+    Raises ConfigError for an object that has neither `generate` nor `generate_async`.
+    """
+    generate = getattr(policy_generation, "generate", None)
+    if generate is None and not hasattr(policy_generation, "generate_async"):
+        raise ConfigError(
+            f"policy_generation={type(policy_generation).__name__} has neither `generate` nor `generate_async`. "
+            "Give a generator of Ratchet's, or one with the methods of GenerationInterface"
+        )
+    return generate is None or not inspect.iscoroutinefunction(generate)
+
+
+def answers_at_once(policy_generation: Any) -> bool:
+    """True if the generator answers a whole batch in one call, without a running event loop."""
+    return takes_batches(policy_generation) and hasattr(policy_generation, "generate")
+
+
+class OneAtATime:
+    """A generator of batches as one of tokens: each request is a batch of its own."""
+
+    def __init__(self, policy_generation: Any, *, pad_id: int) -> None:
+        self.policy_generation, self.pad_id = policy_generation, pad_id
+
+    async def generate(
+        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
+        refuse_media(media)
+        requests = [(tokens, sampling)]
+        if not hasattr(self.policy_generation, "generate_async"):
+            return complete_batch(self.policy_generation, requests, pad_id=self.pad_id)[0]
+        data = _data(requests, self.pad_id)
+        rows = self.policy_generation.generate_async(data, greedy=sampling.greedy)
+        (completion,) = [found async for _, found in _as_they_come(rows, requests, version_of(self.policy_generation))]
+        return completion
+
+
+def complete_batch(policy_generation: Any, requests: Sequence[Request], *, pad_id: int) -> list[Completion]:
+    """One call of a generator of batches."""
+    greedy = requests[0][1].greedy
+    output = policy_generation.generate(_data(requests, pad_id), greedy=greedy)
+    version = version_of(policy_generation)
+    return [_completion(output, i, request, version) for i, request in enumerate(requests)]
+
+
+async def complete(policy_generation: Any, requests: Sequence[Request], *, pad_id: int) -> list[Completion]:
+    """A completion for each, in order, all at once."""
+    if not takes_batches(policy_generation):
+        return list(await asyncio.gather(*(policy_generation.generate(*request) for request in requests)))
+    if not hasattr(policy_generation, "generate_async"):
+        return complete_batch(policy_generation, requests, pad_id=pad_id)
+    rows = policy_generation.generate_async(_data(requests, pad_id), greedy=requests[0][1].greedy)
+    found = {i: done async for i, done in _as_they_come(rows, requests, version_of(policy_generation))}
+    return [found[i] for i in range(len(requests))]
+
+
+async def _as_they_come(
+    rows: AsyncIterator[tuple[int, Any]], requests: Sequence[Request], version: int
+) -> AsyncIterator[tuple[int, Completion]]:
+    async for i, output in rows:
+        yield i, _completion(output, 0, requests[i], version)
+
+
+def _data(requests: Sequence[Request], pad_id: int) -> BatchedDataDict[GenerationDatumSpec]:
+    prompts = [torch.as_tensor(np.asarray(tokens, dtype=np.int64)) for tokens, _ in requests]
+    return BatchedDataDict[GenerationDatumSpec](
+        {
+            "input_ids": pad_sequence(prompts, batch_first=True, padding_value=pad_id),
+            "input_lengths": torch.tensor([len(prompt) for prompt in prompts]),
+            "stop_strings": [list(sampling.stop) or None for _, sampling in requests],
+        }
+    )
+
+
+def _completion(output: Any, row: int, request: Request, version: int) -> Completion:
+    """Row `row` of a GenerationOutputSpec. Its logprobs are NaN where the generator gave none; why it stopped is read from
+    `truncated` and from its last token."""
+    tokens, sampling = request
+    kept = slice(len(tokens), int(output["unpadded_sequence_lengths"][row]))
+    new = _array(output["output_ids"][row, kept], np.int64)
+    logprobs = output["logprobs"][row, kept] if "logprobs" in output else torch.full((len(new),), torch.nan)
+    cut = bool(output["truncated"][row]) if "truncated" in output else False
+    last = int(new[-1]) if len(new) else None
+    stopped = StopReason.STOP_TOKEN if last in sampling.stop_ids else StopReason.STOP_STRING
+    return Completion(
+        tokens=new,
+        logprobs=_array(logprobs, np.float32),
+        log_kept_mass=np.zeros(len(new), np.float32),
+        versions=np.full(len(new), version, np.int32),
+        stop=StopReason.LENGTH if cut else stopped,
+    )
+
+
+def _array(values: Tensor, dtype: Any) -> NDArray[Any]:
+    return values.detach().cpu().numpy().astype(dtype)

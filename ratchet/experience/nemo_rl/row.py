@@ -1,0 +1,116 @@
+"""One row of a batch, played by the code that plays every attempt (`ratchet.experience.rollout.episode`), and given back as a
+log.
+
+L = tokens of the row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ratchet.errors import DataError
+from ratchet.experience.nemo_rl.attempt import Ask, Dialogue
+from ratchet.experience.nemo_rl.generation import sampling_of, version_of
+from ratchet.experience.nemo_rl.metrics import measure_sample
+from ratchet.experience.nemo_rl.specs import MessageLog, as_message
+from ratchet.experience.nemo_rl.tokens import LogRenderer
+from ratchet.experience.rollout.episode import Player, PromptMemo
+from ratchet.experience.seeds import seed_for
+from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
+
+
+@dataclass(frozen=True)
+class RowPlayer:
+    """Plays rows. policy_generation: says how to draw; generator: draws, token by token."""
+
+    policy_generation: Any
+    renderer: LogRenderer
+    max_seq_len: int
+    max_rollout_turns: int
+    greedy: bool
+
+    async def play(self, row: int, state: Mapping[str, Any], generator: Any, ask: Ask) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(final state, metrics) of row `row`, which begins as `state`: a DatumSpec, whose log stays as it is."""
+        log: MessageLog = state["message_log"]
+        messages = tuple(as_message(entry) for entry in log)
+        memo = PromptMemo()
+        memo.given, memo.tokens = (list(messages), None), tokens_of(log).numpy()
+        dialogue = Dialogue(ask)
+        dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
+        player = Player(generator, self.renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns)
+        task = Task(f"row/{row}", messages, tag=state["task_name"])
+        (played,) = await player.play(task, dialogue, self._sampling(row), attempt=row, memo=memo)
+        trajectory = _cut(played, self.max_seq_len)
+        metrics = measure_sample(trajectory)
+        final = {
+            **state,
+            "message_log": [*copy.deepcopy(log), *_said(trajectory, dialogue, len(log))],
+            "extra_env_info": dialogue.metadata,
+            "stop_strings": list(dialogue.stop_strings) or None,
+            "total_reward": torch.tensor(metrics["total_reward"], dtype=torch.float32),
+            "truncated": metrics["truncated"],
+            "failed": _failure(trajectory),
+            "parts": {} if metrics["failed"] else dict(dialogue.parts),
+        }
+        return final, metrics
+
+    def _sampling(self, row: int) -> Sampling:
+        """Row and weights enter the seed: repetitions of a prompt differ, and so do two steps of a training."""
+        own = sampling_of(self.policy_generation, self.renderer.stop_ids, max_new_tokens=self.max_seq_len, greedy=self.greedy)
+        return replace(own, seed=seed_for(own.seed, version_of(self.policy_generation), row))
+
+
+def tokens_of(log: MessageLog) -> Tensor:
+    """int64 [L]: all messages, end to end. Raises DataError for a message without tokens."""
+    without = next((i for i, entry in enumerate(log) if not isinstance(entry.get("token_ids"), Tensor)), None)
+    if without is not None:
+        raise DataError(f"message_log[{without}] has no tensor `token_ids`: tokenise the prompt, as `make_datum` does")
+    return torch.cat([entry["token_ids"].to("cpu", torch.int64) for entry in log]) if log else torch.zeros(0, dtype=torch.int64)
+
+
+def answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+    """What the policy said, as an entry of a log; without logprobs where the generator gives none."""
+    entry: dict[str, Any] = {"role": "assistant", "content": content, "token_ids": torch.from_numpy(tokens.copy())}
+    if not np.isnan(logprobs).any():
+        entry["generation_logprobs"] = torch.from_numpy(logprobs.copy())
+    return entry
+
+
+def _cut(trajectory: Trajectory, length: int) -> Trajectory:
+    """Without what the environment said last beyond the budget: no turn of the policy's reaches there."""
+    columns = ("tokens", "owner", "trainable", "rollout_logprobs", "versions")
+    shorter = {name: getattr(trajectory, name)[:length] for name in columns}
+    return replace(trajectory, log_kept_mass=None, routes=None, **shorter)
+
+
+def _said(trajectory: Trajectory, dialogue: Dialogue, prompt: int) -> MessageLog:
+    """The entries after the first `prompt`. What ended the episode was read by nobody: it has no tokens."""
+    answers = [message.text for message in trajectory.messages[prompt:] if message.role == "assistant"]
+    observations = dialogue.log[prompt + 1 :: 2]
+    spans = [(turn.start, turn.end) for turn in trajectory.turns]
+    if len(spans) < len(answers):  # the environment broke at the last one
+        after = spans[-1][1] if spans else 0
+        own = np.flatnonzero(trajectory.owner[after:] == Owner.POLICY) + after
+        spans.append((int(own[0]), len(trajectory)) if len(own) else (len(trajectory), len(trajectory)))
+    entries: MessageLog = []
+    for turn, (start, end) in enumerate(spans):
+        entries.append(answer_entry(answers[turn], trajectory.tokens[start:end], trajectory.rollout_logprobs[start:end]))
+        if turn < len(observations):
+            until = spans[turn + 1][0] if turn + 1 < len(spans) else len(trajectory)
+            tokens = torch.from_numpy(trajectory.tokens[end:until].copy())
+            entries.append({**observations[turn], "token_ids": tokens})
+    return entries
+
+
+def _failure(trajectory: Trajectory) -> str | None:
+    outcome = trajectory.outcome
+    if isinstance(outcome, Failed):
+        return f"{outcome.kind}: {outcome.detail}"
+    return f"cancelled: {outcome.reason}" if isinstance(outcome, Cancelled) else None

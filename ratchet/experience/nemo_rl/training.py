@@ -1,0 +1,110 @@
+"""An EnvironmentInterface as an environment of the training loop: `environment: {kind: message_log, ...}`."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ratchet.config.resolve import imported
+from ratchet.environments.single_turn import Rows
+from ratchet.errors import DataError
+from ratchet.experience.config import MessageLogConfig
+from ratchet.experience.nemo_rl.attempt import Dialogue, ask_alone
+from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
+from ratchet.experience.nemo_rl.environment import EnvironmentInterface, post_process
+from ratchet.experience.nemo_rl.specs import DatumSpec, as_message
+from ratchet.protocols import Step
+from ratchet.types import Group, Message, Split, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class MessageLogEnvironment(Rows):
+    """Each attempt asks the interface for itself, in a thread of its own; prompts are rendered by the policy's chat template,
+    so of a sample's log only roles and contents count."""
+
+    name = "message_log"
+    replayable = False  # nothing says that the interface answers alike twice
+
+    def __init__(self, config: MessageLogConfig) -> None:
+        self.interface: EnvironmentInterface[Any] = imported(config.interface)(**config.arguments)
+        self.data, self.path = imported(config.data), config.data
+        self.title = type(self.interface).__name__
+        self._rows: dict[Split, list[Task]] = {}
+        self.dialogue = Dialogue(partial(ask_alone, self.interface))
+
+    def rows(self, split: Split) -> Sequence[Task]:
+        if split not in self._rows:
+            self._rows[split] = [self._task(split, i, datum) for i, datum in enumerate(self.data(split))]
+        return self._rows[split]
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        raise DataError(f"{self.title} shows no solutions: it can't be learned from by supervision")
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self.dialogue = Dialogue(partial(ask_alone, self.interface))
+        self.dialogue.begin(task.meta["message_log"], task.meta["extra_env_info"], task.meta["stop_strings"])
+        return task.messages
+
+    async def step(self, message: Message) -> Step:
+        return await self.dialogue.step(message)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.dialogue.stop_strings
+
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """The numbers among the metrics of `global_post_process_and_metrics`, for the judged attempts of a step. The batch that
+        it gives back is not read: what trains is settled by then. Where it raises there are none, and the log says why."""
+        batch = _batch(groups)
+        if not batch.size:
+            return {}
+        try:
+            _, metrics = post_process(batch, dict.fromkeys(batch["task_name"], self.interface))
+        except Exception:  # anybody's code again; its numbers are not worth a run
+            log.warning("%s.global_post_process_and_metrics failed:\n%s", self.title, traceback.format_exc())
+            return {}
+        return {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+
+    def _task(self, split: Split, index: int, datum: Mapping[str, Any]) -> Task:
+        messages = datum.get("message_log")
+        if not isinstance(messages, Sequence) or not messages:
+            raise DataError(f"'{self.path}' gave sample {index} of {split} without a message_log: each needs one")
+        return Task(
+            id=f"{self.name}/{split}/{index}",
+            messages=tuple(as_message(entry) for entry in messages),
+            environment=self.name,
+            tag=datum.get("task_name") or self.title,
+            meta={
+                "message_log": [{"role": entry["role"], "content": entry["content"]} for entry in messages],
+                "extra_env_info": datum.get("extra_env_info"),
+                "stop_strings": datum.get("stop_strings"),
+            },
+        )
+
+
+def _batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
+    """The judged attempts that train, without tokens. Of a history that forked the last row has the whole conversation."""
+    attempts: dict[tuple[str, int], tuple[Task, Trajectory]] = {}
+    for group in groups:
+        for row in group.trajectories:
+            if row.use == "train" and row.reward is not None:
+                attempts[group.id, row.attempt] = group.task, row
+    played = list(attempts.values())
+    return BatchedDataDict[DatumSpec](
+        {
+            "message_log": [[{"role": m.role, "content": m.text} for m in row.messages] for _, row in played],
+            "extra_env_info": [task.meta["extra_env_info"] for task, _ in played],
+            "loss_multiplier": torch.ones(len(played)),
+            "idx": [task.id for task, _ in played],
+            "task_name": [task.tag for task, _ in played],
+            "total_reward": torch.tensor([row.reward for _, row in played], dtype=torch.float32),
+            "truncated": torch.tensor([row.truncated for _, row in played], dtype=torch.bool),
+        }
+    )

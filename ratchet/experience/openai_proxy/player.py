@@ -1,0 +1,85 @@
+"""Attempts that an agent plays: like the `Player` of environments, but whoever asks the policy is outside."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from ratchet.data.chat.renderer import Renderer
+from ratchet.experience.openai_proxy.agents import Agent, ask
+from ratchet.experience.openai_proxy.server import Proxy
+from ratchet.experience.openai_proxy.session import Session
+from ratchet.experience.rollout.episode import PromptMemo
+from ratchet.protocols import Environment, Generator
+from ratchet.types import Failed, Outcome, Sampling, Task, Trajectory, Truncated
+
+
+@dataclass(frozen=True)
+class AgentPlayer:
+    """Has an agent play attempts. The environment only gives the tasks: its `reset` and `step` are not called; rewards judge.
+
+    max_context: tokens that the model can hold. max_turns: answers that one attempt may ask for. timeout_s: of a
+    whole attempt; None: no limit.
+    """
+
+    agent: Agent
+    generator: Generator
+    renderer: Renderer
+    max_context: int
+    max_turns: int = 64
+    timeout_s: float | None = None
+    proxy: Proxy = field(default_factory=Proxy)
+
+    async def play(
+        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+    ) -> list[Trajectory]:
+        """The attempt's trajectories as `Player.play` gives them: not yet judged, of one outcome, the one with the last answer
+        last. What the agent returned is in their extras as "result".
+
+        It failed as "agent" where the agent raised, as "timeout" where it took too long. It was truncated where its context or
+        its turns were used up, or where a limit of the run cut its last answer."""
+        session = Session(self.generator, self.renderer, sampling, max_context=self.max_context, max_turns=self.max_turns)
+        async with self.proxy.open(session) as (base_url, api_key):
+            playing = asyncio.ensure_future(self._played(task, base_url, api_key))
+            try:
+                await asyncio.wait({playing, session.ended}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                late = not playing.done()
+            finally:
+                playing.cancel()
+                await asyncio.wait({playing})
+            result, error = (None, "") if playing.cancelled() else playing.result()
+            if session.ended.done():
+                outcome = session.ended.result()
+            elif late:
+                outcome = Failed("timeout", f"the agent took more than {self.timeout_s:g} s")
+            else:
+                outcome = _outcome(session, error)
+            return session.trajectories(attempt, outcome, {"result": result})
+
+    async def _played(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:
+        """(what the agent returned, the traceback of what it raised)"""
+        try:
+            return await ask(self.agent, task, base_url, api_key), ""
+        # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own attempt.
+        except (Exception, SystemExit):
+            return None, traceback.format_exc()
+        except asyncio.CancelledError:
+            playing = asyncio.current_task()
+            if playing is not None and playing.cancelling():  # the attempt is over
+                raise
+            return None, traceback.format_exc()
+
+
+def _outcome(session: Session, error: str) -> Outcome | None:
+    last = session.last
+    if last is None and session.exhausted:
+        return Failed("prompt_too_long", f"{session.exhausted}: shorten it or drop the task")
+    if last is None and not error:
+        return Failed("agent", "it ended without an answer of the policy: nothing can be learned from it")
+    if session.exhausted:
+        return Truncated()
+    if error:
+        return Failed("agent", error)
+    return Truncated() if last is not None and last.cut else None

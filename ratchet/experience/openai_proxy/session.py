@@ -1,0 +1,325 @@
+"""One attempt of an agent as the server sees it: requests that arrive in any order, and the trajectories that they make.
+
+An answer becomes part of a trajectory only once it is delivered. A request whose messages extend a conversation that the
+session holds, answer by answer as it gave them, goes on from the exact tokens of it. The first one to do so extends that
+answer's trajectory; any other (a second try from the same point, a history that was edited or shortened, one that the chat
+template rewrites) begins a trajectory of its own. There, all that came before is its prompt, so that no token trains twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.data.chat.renderer import Renderer, Tools
+from ratchet.errors import ConfigError, DataError, RatchetError
+from ratchet.experience.openai_proxy.schema import ApiError, Reply, Request, resampled, visible
+from ratchet.experience.rollout.episode import TokenRecord
+from ratchet.experience.seeds import seed_for
+from ratchet.observe.stall_report import GENERATE, waiting
+from ratchet.protocols import Generator
+from ratchet.types import Cancelled, Completion, Message, Outcome, Owner, Sampling, StopReason, Trajectory, Turn
+
+# Renders prompts beside the event loop. Several, as tokenizing runs without Python's lock.
+RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
+# Characters of a text that may become one while it is tokenized.
+SHRINKAGE = 4
+# Messages times the assistant's turns of a conversation that is rendered anew: a template renders all before each turn, which
+# takes two seconds here.
+MOST_RENDERED = 2**19
+
+
+@dataclass(eq=False)
+class Strand:
+    """Answers each of which extends the one before: it becomes one trajectory. `tip` is the last of them."""
+
+    record: TokenRecord = field(default_factory=TokenRecord)
+    turns: list[Turn] = field(default_factory=list)
+    tip: Answer | None = None
+
+
+@dataclass(eq=False)
+class Answer:
+    """prompt: all tokens before it. parent: the answer whose tokens they begin with. key: what the conversation up to and
+    including it is found by. cut: the run's own limits ended it, not the policy or the agent."""
+
+    prompt: NDArray[np.int64]
+    completion: Completion
+    messages: tuple[Message, ...]  # itself the last
+    key: bytes
+    parent: Answer | None
+    reply: Reply
+    malformed: int
+    cut: bool
+    strand: Strand | None = None
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        return np.concatenate([self.prompt, self.completion.tokens])
+
+
+class Session:
+    """sampling: as the attempt is to be drawn. max_context: tokens that the model can hold.
+
+    `ended` is settled when the session can give no more answers: with the attempt's outcome, or with what the generator raised.
+    Belongs to the event loop that it is made in.
+    """
+
+    def __init__(
+        self, generator: Generator, renderer: Renderer, sampling: Sampling, *, max_context: int, max_turns: int
+    ) -> None:
+        self.generator, self.renderer, self.sampling = generator, renderer, sampling
+        self.max_context, self.max_turns = max_context, max_turns
+        self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.exhausted = ""  # the budget that a request was refused for
+        self.turn_limit = False
+        self.strands: list[Strand] = []  # the one that grew last comes last
+        self._answers: defaultdict[bytes, list[Answer]] = defaultdict(list)
+        self._asked: Counter[bytes] = Counter()
+        self._running: set[asyncio.Task[Completion]] = set()
+        self._malformed = 0
+        self._context = copy_context()
+        self._offered_tools = False
+        self._rendering = asyncio.Lock()
+
+    async def answer(self, request: Request) -> Answer:
+        """Samples an answer, which counts for nothing before `deliver`. Cancelling it aborts the request. Raises ApiError."""
+        messages, tools = request.conversation, request.offered
+        # Requests of one attempt are rendered in the order of their arrival: their seeds and turns are counted in it.
+        async with self._rendering:
+            self._check(request)
+            keys = _keys(messages, tools)
+            parent, prompt = await self._prompt(messages, tools, keys)
+            room = self.max_context - len(prompt)
+            if room <= 0:
+                raise self._too_long(f"the conversation has {len(prompt)} tokens, the context {self.max_context}")
+            allowed = min(self.sampling.max_new_tokens, room)
+            own = resampled(
+                self.sampling,
+                seed=self._seed(keys[-1], request.seed),
+                max_new_tokens=min(allowed, request.limit or allowed),
+                stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
+            )
+        completion = await self._sampled(prompt, own)
+        message, malformed = self._read(completion, messages, tools, tuple(request.stop or ()))
+        pieces = tuple(self._text(token) for token in completion.tokens.tolist()) if request.logprobs else None
+        return Answer(
+            prompt,
+            completion,
+            (*messages, message),
+            _extended(keys[-1], message),
+            parent,
+            Reply(message, completion, len(prompt), pieces),
+            malformed,
+            cut=not completion.stop.finished and own.max_new_tokens == allowed,
+        )
+
+    def deliver(self, answer: Answer) -> None:
+        """The client has it: from here on it is part of the attempt."""
+        parent = answer.parent
+        if parent is not None and parent.strand is not None and parent.strand.tip is parent:
+            strand = parent.strand
+            self.strands.remove(strand)
+            strand.record.add(Owner.ENVIRONMENT, answer.prompt[strand.record.length :])
+        else:
+            strand = Strand()
+            strand.record.add(Owner.PROMPT, answer.prompt)
+        start = strand.record.length
+        strand.record.add(Owner.POLICY, answer.completion.tokens, answer.completion)
+        cut = not answer.completion.stop.finished
+        strand.turns.append(Turn(start, strand.record.length, cut=cut))
+        strand.tip, answer.strand = answer, strand
+        self.strands.append(strand)
+        self._answers[answer.key].append(answer)
+        self._malformed += answer.malformed
+
+    @property
+    def last(self) -> Answer | None:
+        """The answer that was delivered last."""
+        return self.strands[-1].tip if self.strands else None
+
+    def close(self) -> None:
+        """Aborts what runs; no request is answered any more."""
+        self.ended.cancel()
+        for task in self._running:
+            task.cancel()
+
+    def trajectories(self, attempt: int, outcome: Outcome | None, extras: Mapping[str, Any]) -> list[Trajectory]:
+        """One a strand, the one with the last answer last. Without an answer there is one of a single token."""
+        strands = self.strands or [Strand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))]
+        metrics = {"turns": float(sum(len(strand.turns) for strand in strands)), "forks": len(strands) - 1.0}
+        metrics |= {"turn_limit": float(self.turn_limit), "retries": 0.0}
+        if self._offered_tools:
+            metrics["malformed_tool_calls"] = float(self._malformed)
+        return [
+            strand.record.trajectory(
+                attempt=attempt,
+                temperature=self.sampling.temperature,
+                turns=tuple(strand.turns),
+                messages=strand.tip.messages if strand.tip else (),
+                outcome=outcome,
+                metrics=metrics,
+                extras=extras,
+            )
+            for strand in strands
+        ]
+
+    # --- a request
+
+    def _check(self, request: Request) -> None:
+        """A parameter that would draw the answer otherwise than the run does is refused: who left it in, meant it."""
+        for name in ("temperature", "top_p"):
+            asked, own = getattr(request, name), getattr(self.sampling, name)
+            if asked is not None and asked != own:
+                raise ApiError(
+                    400,
+                    f"{name}={asked:g}, but this attempt is sampled with {name}={own:g}, as the run decides (an evaluation may "
+                    f"be greedy): leave {name} out of the request, and set it in the recipe",
+                    param=name,
+                    code="unsupported_value",
+                )
+        if sum(self._asked.values()) >= self.max_turns:
+            self.turn_limit = True
+            self.exhausted = f"the attempt has had its {self.max_turns} turns"
+            raise ApiError(429, self.exhausted, code="turn_limit")
+
+    def _check_size(self, messages: Sequence[Message]) -> None:
+        """Refuse what is far longer than the context before time and memory go into rendering it."""
+        shown = messages if self.renderer.extends_history else [one for one in messages if one.role != "assistant"]
+        characters = sum(len(message.text) for message in shown)
+        # Normalisation may make one character of several, as NFKC does.
+        most = SHRINKAGE * self.renderer.tokenizer.longest * self.max_context
+        if characters > most:
+            raise self._too_long(
+                f"the messages have {characters} characters, and a context of {self.max_context} tokens is given at most {most}"
+            )
+
+    def _too_long(self, what: str) -> ApiError:
+        self.exhausted = what
+        return ApiError(400, what, param="messages", code="context_length_exceeded")
+
+    async def _prompt(
+        self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
+    ) -> tuple[Answer | None, NDArray[np.int64]]:
+        """Return the answer that the conversation goes on from, if any, and the tokens of the whole prompt. Raises ApiError."""
+        parent = self._parent(messages, keys)
+        render = partial(self._rendered, messages, tools, parent)
+        try:
+            self._check_size(messages)
+            # In a thread, as long conversations take seconds, and all other requests of the process would wait for them.
+            return await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+        except RatchetError as error:
+            param = "tools" if isinstance(error, ConfigError) else "messages"
+            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+
+    def _parent(self, messages: Sequence[Message], keys: Sequence[bytes]) -> Answer | None:
+        """Return the latest delivered answer whose conversation these messages extend, or None."""
+        for count in range(len(messages) - 1, 0, -1):
+            if messages[count].role == "assistant":
+                return None
+            if answers := self._answers.get(keys[count]):
+                tips = (answer for answer in answers if answer.strand and answer.strand.tip is answer)
+                return next(tips, answers[0])
+        return None
+
+    def _rendered(
+        self, messages: tuple[Message, ...], tools: Tools | None, parent: Answer | None
+    ) -> tuple[Answer | None, NDArray[np.int64]]:
+        """Return what `_prompt` returns. Raises DataError, and ConfigError where tools are offered to a model that has no form
+        for calls. It runs in a thread and changes nothing."""
+        if tools is not None:
+            self.renderer.tool_format  # noqa: B018  (it raises)
+        if parent is not None:
+            *history, said = parent.messages
+            added, sampled = messages[len(parent.messages) :], parent.completion.tokens.tolist()
+            if self.renderer.keeps(sampled, added, history=history, said=said, tools=tools):
+                more = self.renderer.extend(sampled, added, history=history, tools=tools)
+                return parent, np.concatenate([parent.tokens, np.asarray(more, dtype=np.int64)])
+        turns = sum(message.role == "assistant" for message in messages)
+        if turns * len(messages) > MOST_RENDERED:
+            raise DataError(
+                f"{len(messages)} messages, {turns} of them the assistant's, are too many for a conversation that extends no "
+                f"answer of this attempt: their product is {MOST_RENDERED} at most. Send fewer"
+            )
+        return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
+
+    def _seed(self, key: bytes, asked: int | None) -> int:
+        """A pure function of the attempt and the conversation, in whatever order requests arrive. A `seed` that an agent gives
+        makes equal requests of one attempt equal, and leaves other attempts different."""
+        self._asked[key] += 1
+        return seed_for(self.sampling.seed, key.hex(), *(("asked", asked) if asked is not None else (self._asked[key],)))
+
+    async def _sampled(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
+        if self.ended.done():
+            raise ApiError(401, "the session has ended", code="session_ended")
+        # In the attempt's context, not the server's: the generator may want to know whose request it is.
+        asked = self.generator.generate(prompt, sampling)
+        task = asyncio.get_running_loop().create_task(asked, context=self._context)
+        self._running.add(task)
+        try:
+            with waiting("agents", GENERATE, "generator", None):
+                await asyncio.wait({task})
+        finally:
+            self._running.discard(task)
+            task.cancel()
+        if task.cancelled():
+            raise ApiError(401, "the session has ended", code="session_ended")
+        error = task.exception()
+        if isinstance(error, DataError):
+            raise ApiError(400, str(error), code="invalid_value")
+        if error is not None:  # no attempt's fault: it goes up through `ended`
+            if not self.ended.done():
+                self.ended.set_exception(error)
+            raise ApiError(500, f"the generator failed: {error}", code="generator_failed")
+        completion = task.result()
+        if completion.stop is StopReason.ABORTED:
+            if not self.ended.done():
+                self.ended.set_result(Cancelled("aborted"))
+            raise ApiError(503, "the answer was aborted", code="aborted")
+        return completion
+
+    def _read(
+        self, completion: Completion, messages: Sequence[Message], tools: Tools | None, stop: tuple[str, ...]
+    ) -> tuple[Message, int]:
+        tokens = completion.tokens.tolist()
+        message, malformed = self.renderer.parse(tokens, completion.stop), 0
+        if tools is not None:
+            self._offered_tools = True
+            calls = sum(len(message.tool_calls) for message in messages)
+            message, malformed = self.renderer.parse_calls(tokens, completion.stop, tools=tools, first=calls)
+        return replace(message, content=visible(message.text, completion, stop)), malformed
+
+    def _text(self, token: int) -> str:
+        return self.renderer.tokenizer.decode([token], skip_special=False)
+
+
+# --- conversations are found by a digest of what the client sees of them
+
+
+def _keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
+    """Entry i stands for the first i messages, under these tools."""
+    keys = [_digest(b"", tools)]
+    for message in messages:
+        keys.append(_extended(keys[-1], message))
+    return keys
+
+
+def _extended(key: bytes, message: Message) -> bytes:
+    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    return _digest(key, [message.role, message.text, calls, message.tool_call_id])
+
+
+def _digest(key: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, default=dict)
+    return blake2b(key + text.encode(), digest_size=16).digest()

@@ -1,0 +1,102 @@
+"""A source around a source: beside a step's own groups, some that earlier steps trained on. They were drawn by older weights,
+which the algorithm's correction has to weigh.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, pstdev
+from typing import Any
+
+from ratchet.config.experience import ReplayConfig
+from ratchet.experience.rollout.plain_values import restored, stored
+from ratchet.experience.seeds import seed_for
+from ratchet.experience.sources.prompt_ledger import Ledger
+from ratchet.protocols import Adapts, Closeable, Measures, Source
+from ratchet.types import Group
+
+
+class Replay:
+    """seed: of which are chosen. They are drawn without replacement, with chances by what they are worth: those with the
+    greatest keys u^(1 / worth), u uniform (Efraimidis and Spirakis, 2006). u comes from the step and the group's id, so that a
+    resumed run chooses the same."""
+
+    def __init__(self, source: Source, config: ReplayConfig, *, ledger: Ledger, seed: int) -> None:
+        self.source, self.config, self.ledger, self.seed = source, config, ledger, seed
+        self._drawn: dict[str, Group] = {}  # and not acknowledged
+        self._kept: dict[str, Group] = {}  # trained on, the oldest first
+
+    async def draw(self, n: int, version: int) -> list[Group]:
+        """n groups of the source, and behind them those that are replayed."""
+        new = await self.source.draw(n, version)
+        first = version - self.config.max_age
+        self._kept = {name: one for name, one in self._kept.items() if _oldest(one) >= first}
+        groups = [*new, *self._chosen(version)]
+        self._drawn |= {group.id: group for group in groups}
+        return groups
+
+    def _chosen(self, step: int) -> list[Group]:
+        def key(group: Group) -> float:
+            u = 1 - random.Random(seed_for(self.seed, step, group.id)).random()
+            return math.log(u) / self._worth(group)
+
+        return sorted(self._kept.values(), key=key, reverse=True)[: self.config.groups]
+
+    def _worth(self, group: Group) -> float:
+        rewards = [row.reward for row in (rows[-1] for rows in group.attempts) if row.use == "train" and row.reward is not None]
+        if self.config.priority == "uniform":
+            return float(any(row.counts for row in group.trajectories))
+        return pstdev(rewards) if rewards else 0.0
+
+    def ack(self, ids: Sequence[str], step: int) -> None:
+        groups = [self._drawn.pop(name) for name in ids]
+        self.source.ack([group.id for group in groups if not group.uses], step)
+        for group in groups:
+            if group.uses:
+                self.ledger.note("replayed", [group.id], step=step, version=_oldest(group))
+            if self._worth(group):
+                # What judged it is not asked again, and could be anything, which a checkpoint can't hold.
+                task = replace(group.task, answer=None, meta={})
+                self._kept[group.id] = replace(group, task=task, uses=group.uses + 1)
+        self._kept = dict(list(self._kept.items())[-self.config.capacity :])
+
+    def nack(self, ids: Sequence[str], reason: str) -> None:
+        """Those that were replayed stay as they are."""
+        self.source.nack([name for name in ids if not self._drawn.pop(name).uses], reason)
+
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        new = [group for group in groups if not group.uses]
+        numbers = self.source.measure(new) if isinstance(self.source, Measures) else {}
+        again = [group.uses for group in groups if group.uses]
+        own = {"replay/share": len(again) / len(groups), "replay/kept": float(len(self._kept))}
+        return {**numbers, **own, **({"replay/uses_mean": fmean(again)} if again else {})}
+
+    def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
+        """Those that are replayed are old whatever the source does."""
+        if isinstance(self.source, Adapts):
+            self.source.adapt([group for group in groups if not group.uses], step, measured)
+
+    async def snapshot(self) -> Mapping[str, Any]:
+        kept = [
+            {"id": one.id, "task": stored(one.task), "trajectories": stored(one.trajectories), "uses": one.uses}
+            for one in self._kept.values()
+        ]
+        return {"source": await self.source.snapshot(), "kept": kept}
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        await self.source.restore(state["source"])
+        groups = [Group(one["id"], restored(one["task"]), restored(one["trajectories"]), one["uses"]) for one in state["kept"]]
+        self._drawn, self._kept = {}, {group.id: group for group in groups}
+
+    async def close(self) -> None:
+        if isinstance(self.source, Closeable):
+            await self.source.close()
+
+
+def _oldest(group: Group) -> int:
+    """The version of the weights that drew its oldest token."""
+    drawn = [row.versions[row.versions >= 0] for row in group.trajectories]
+    return min((int(versions.min()) for versions in drawn if len(versions)), default=0)

@@ -1,0 +1,90 @@
+"""An endless, restartable stream of training tasks: position i gives the same task in every run with the same seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ratchet.errors import DataError
+from ratchet.experience.seeds import seed_for
+from ratchet.protocols import Environment
+from ratchet.types import Group, Message, Task
+
+MAX_REPEATS = 10_000  # draws without a new prompt after which there are taken to be no more
+
+
+class TaskStream:
+    """Tasks of the "train" split from position 0 on.
+
+    examples: train on the first so many distinct tasks only, reshuffled every epoch; `pool_seed` decides which those are.
+    """
+
+    def __init__(
+        self, environment: Environment, *, seed: int, examples: int | None = None, pool_seed: int | None = None
+    ) -> None:
+        self.environment, self.seed = environment, seed
+        self.position = 0
+        self._upcoming: Iterator[Task] | None = None
+        self._epoch, self._shuffled = -1, list[int]()
+        self._pool = self._distinct(seed if pool_seed is None else pool_seed, examples) if examples else []
+
+    def seek(self, position: int) -> None:
+        self.position, self._upcoming = position, None
+
+    def take(self, n: int) -> list[tuple[int, Task]]:
+        """The next n (position, task)."""
+        taken = []
+        for _ in range(n):
+            taken.append((self.position, self._at(self.position)))
+            self.position += 1
+        return taken
+
+    def observe(self, group: Group) -> None:
+        """Attempts at a task that was taken have ended. Here nothing depends on how they went."""
+
+    def measure(self) -> Mapping[str, float]:
+        return {}
+
+    def snapshot(self, waiting: Sequence[tuple[int, Task]]) -> dict[str, Any]:
+        """waiting: what was taken, and is not done with."""
+        return {"position": self.position, "pending": sorted(position for position, _ in waiting)}
+
+    def restore(self, state: Mapping[str, Any]) -> list[tuple[int, Task]]:
+        """What was waiting, by position."""
+        waiting = []
+        for position in state["pending"]:
+            self.seek(position)
+            waiting += self.take(1)
+        self.seek(state["position"])
+        return waiting
+
+    def _at(self, position: int) -> Task:
+        if self._pool:
+            epoch, offset = divmod(position, len(self._pool))
+            return self._pool[self._order(epoch)[offset]]
+        if self._upcoming is None:
+            self._upcoming = iter(self.environment.tasks("train", seed=self.seed, start=position))
+        task = next(self._upcoming, None)
+        if task is None:
+            raise DataError(
+                f"{type(self.environment).__name__}.tasks('train') ended after {position}: it must pass over its data"
+            )
+        return task
+
+    def _distinct(self, seed: int, count: int) -> list[Task]:
+        """The first tasks with prompts of their own; fewer where there are not so many."""
+        pool: dict[tuple[Message, ...], Task] = {}
+        repeats = 0  # in a row
+        for task in self.environment.tasks("train", seed=seed):
+            repeats = repeats + 1 if task.messages in pool else 0
+            pool.setdefault(task.messages, task)
+            if len(pool) == count or repeats > MAX_REPEATS:
+                break
+        return list(pool.values())
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._shuffled = random.Random(seed_for(self.seed, "epoch", epoch)).sample(range(len(self._pool)), len(self._pool))
+        return self._shuffled

@@ -1,0 +1,400 @@
+"""vLLM's two engines as cores of the asynchronous front: one steps in this process, one runs in processes of its own.
+
+Both get token ids and give token ids: text, and with it stop strings, stays on this side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ratchet.errors import RequestFailed, TrainingError
+from ratchet.generators.engine.sampling import stream_of
+from ratchet.generators.faults import first_broken
+from ratchet.generators.request import Core, Request
+from ratchet.generators.vllm.media import check_expanded, collapsed, media_of
+from ratchet.types import Completion, StopReason
+
+ABORT_AGAIN_S = 0.01
+LAST_WORDS_S = 10.0  # of a process that was told to end
+UNNAMED = "default"  # vLLM's label of weights that were not pushed
+
+
+class VLLMCore(Core, Protocol):
+    """What a push and a placement need besides generating."""
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all workers."""
+        ...
+
+    async def halt(self, *, forget: bool) -> None:
+        """No step from now on; running requests keep their tokens. forget: all keys and values are to be computed anew."""
+        ...
+
+    async def proceed(self) -> None: ...
+    async def label(self, version: int) -> None:
+        """Names the weights. Only while it is halted."""
+        ...
+
+    @property
+    def loras(self) -> Mapping[str | None, Any]:
+        """vLLM's words for the adapters that requests can name; None: the policy's own, once it came."""
+        ...
+
+    async def adapt(self, path: str, name: str | None = None) -> None:
+        """Loads the adapter in a directory: another one by a name of its own; None: the policy's, in place of the one before,
+        and only while it is halted."""
+        ...
+
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Answer:
+    """What has come of one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.stop: StopReason | None = None
+
+    def add(self, piece: Any) -> None:
+        """piece: a `CompletionOutput` with what is new. What follows a complete stop string is dropped."""
+        logprobs = piece.logprobs or ()
+        for token, entry in zip(piece.token_ids, logprobs, strict=True) if self.stop is None else ():
+            self.tokens.append(token)
+            self.logprobs.append(entry[token].logprob)
+            if self.request.watch is not None and self.request.watch.feed(token):
+                self.stop = StopReason.STOP_STRING
+                break
+        if piece.finish_reason == "stop" and self.tokens[-1:] == [piece.stop_reason]:
+            self.stop = StopReason.STOP_TOKEN
+        elif piece.finish_reason is not None and self.stop is None:
+            self.stop = self._reason(piece.finish_reason)
+
+    def _reason(self, finish_reason: str) -> StopReason:
+        if finish_reason == "length":
+            return self.request.reason_at_limit
+        if finish_reason == "abort":
+            return StopReason.ABORTED
+        raise TrainingError(f"vLLM ended a request with '{finish_reason}': its log says why")
+
+    def completion(self) -> Completion:
+        """Raises RequestFailed when logits weren't finite."""
+        assert self.stop is not None, "it has ended"
+        logprobs = np.array(self.logprobs, dtype=np.float32)
+        done = self.request.complete(np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop)
+        if (index := first_broken(logprobs)) is not None:
+            raise RequestFailed(
+                f"vLLM's logits of a request aren't finite (token {index}, weights version {done.versions[index]}). "
+                "Leave this prompt out; if every request fails so, go back to the last checkpoint."
+            )
+        return done
+
+
+def parameters_of(request: Request, *, streams: bool) -> Any:
+    """vLLM's `SamplingParams`. streams: pieces are delivered as they come, instead of all tokens at the end."""
+    params = import_module("vllm.sampling_params")
+    sampling = request.sampling
+    return params.SamplingParams(
+        temperature=sampling.temperature,
+        seed=stream_of(sampling.seed, sampling.drawn) % 2**63,
+        max_tokens=request.limit - len(request.prompt),
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,  # the caller names every id that ends a completion
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=params.RequestOutputKind.DELTA if streams else params.RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class Loras(dict[str | None, Any]):
+    """vLLM's `LoRARequest` of each adapter, by the name in a request's sampling; None: the policy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(2)  # 1 is the policy's
+
+    def request(self, path: str, name: str | None) -> Callable[..., Any]:
+        """Makes that of an adapter in a directory; `load_inplace=True`: loaded, though one of its number is there."""
+        number = 1 if name is None else next(self._numbers)
+        return partial(import_module("vllm.lora.request").LoRARequest, f"adapter {number}", number, path)
+
+
+def prompt_of(request: Request, version: int) -> dict[str, Any]:
+    """Blocks of the prefix cache are shared among requests of equal salt: none finds the keys of other weights."""
+    salt = f"weights {version}"
+    return {"prompt_token_ids": collapsed(request), "cache_salt": salt, **media_of(request, salt)}
+
+
+# --- in this process
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """vLLM's worker seeds this process's generators, and takes `torch.set_num_threads` away."""
+    set_threads = torch.set_num_threads
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+
+
+class Stepped:
+    """`LLMEngine` without processes. Its coroutines never wait, so nothing happens between the parts of a push. has_read:
+    called once it reads the model's files no more."""
+
+    def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
+        with _as_it_was():
+            config = import_module("vllm.engine.arg_utils").EngineArgs(**arguments).create_engine_config()
+            executor = import_module("vllm.v1.executor.abstract").Executor.get_class(config)
+            engine = import_module("vllm.v1.engine.llm_engine").LLMEngine
+            self.llm: Any = engine(config, executor, log_stats=False, multiprocess_mode=False)
+        has_read()
+        self.version, self.loras = 0, Loras()
+        self._answers: dict[str, Answer] = {}
+        self._ids = map(str, itertools.count())
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._answers)
+
+    def add(self, request: Request) -> None:
+        request.marks.append((0, self.version))
+        name = next(self._ids)
+        parameters, lora = parameters_of(request, streams=True), self.loras.get(request.sampling.adapter)
+        self.llm.add_request(name, prompt_of(request, self.version), parameters, lora_request=lora)
+        self._answers[name] = Answer(request)
+
+    def step(self) -> None:
+        for output in self.llm.step():
+            answer = self._answers.get(output.request_id)
+            if answer is None:
+                continue
+            piece = output.outputs[0]
+            try:
+                check_expanded(answer.request, output.prompt_token_ids)
+                answer.add(piece)
+                completion = None if answer.stop is None else answer.completion()
+            except Exception as error:  # whatever it is, it concerns this request alone
+                self._finish(output.request_id, piece)
+                answer.request.fail(error)
+            else:
+                if completion is not None:
+                    self._finish(output.request_id, piece)
+                    answer.request.deliver(completion)
+
+    def _finish(self, name: str, piece: Any) -> None:
+        del self._answers[name]
+        if piece.finish_reason is None:
+            self.llm.abort_request([name])
+
+    def cancel(self, request: Request) -> None:
+        self._drop(name for name, answer in self._answers.items() if answer.request is request)
+
+    def abort(self) -> None:
+        for answer in self._drop(self._answers):
+            answer.stop = StopReason.ABORTED
+            try:
+                answer.request.deliver(answer.completion())
+            except RequestFailed as error:
+                answer.request.fail(error)
+
+    def reset(self) -> list[Request]:
+        left, names = [answer.request for answer in self._answers.values()], list(self._answers)
+        self._answers = {}
+        with suppress(Exception):  # an engine that is broken can't be told; its error is on its way to the callers
+            self.llm.abort_request(names)
+        return left
+
+    def _drop(self, names: Iterable[str]) -> list[Answer]:
+        dropped = list(names)
+        self.llm.abort_request(dropped)
+        return [self._answers.pop(name) for name in dropped]
+
+    def commit(self, version: int, *, keep_kv: bool) -> None:
+        self.version = version
+        for answer in self._answers.values():
+            answer.request.marks.append((len(answer.tokens), version))
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self.llm.collective_rpc(method, args=arguments)
+
+    async def halt(self, *, forget: bool) -> None:
+        if forget:
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+            self.llm.reset_encoder_cache()
+
+    async def proceed(self) -> None: ...
+
+    async def label(self, version: int) -> None:
+        self.llm.set_weight_version(str(version))
+
+    async def adapt(self, path: str, name: str | None = None) -> None:
+        make = self.loras.request(path, name)
+        self.llm.add_lora(make(load_inplace=True))
+        self.loras[name] = make()
+
+    async def sleep(self) -> None:
+        self.llm.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        self.llm.wake_up()
+
+    def close(self) -> None:
+        self.abort()
+        with _as_it_was():
+            self.llm.engine_core.shutdown()
+
+
+# --- in processes of its own
+
+
+class Apart:
+    """`AsyncLLM`: the engine and its workers step by themselves, so this core is never busy. It stamps tokens with the version
+    that vLLM's engine had when it made them. has_read: called once it reads the model's files no more, which is when it has
+    answered something: one that has said it is ready still reads them."""
+
+    busy = False
+
+    def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
+        before = set(multiprocessing.active_children())
+        try:
+            arguments_of = import_module("vllm.engine.arg_utils").AsyncEngineArgs
+            self.llm: Any = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(arguments_of(**arguments))
+        except BaseException:
+            _end(set(multiprocessing.active_children()) - before)
+            raise
+        self._children = set(multiprocessing.active_children()) - before
+        self.version, self.loras = 0, Loras()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._requests: dict[str, Request] = {}
+        self._aborting: asyncio.Task[None] | None = None
+        self._guarded = False
+        self._has_read = has_read
+        self._ids = map(str, itertools.count())
+
+    def add(self, request: Request) -> None:
+        name = next(self._ids)
+        self._requests[name] = request
+        self._running[name] = asyncio.get_running_loop().create_task(self._run(name, request))
+        self._running[name].add_done_callback(lambda task: self._forget(name, task))
+
+    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+        """A caller whose request was cancelled by another, as by `close`, is told."""
+        del self._running[name]
+        request = self._requests.pop(name)
+        if task.cancelled():
+            request.deliver(request.without_tokens(StopReason.ABORTED))
+
+    async def _run(self, name: str, request: Request) -> None:
+        try:
+            request.deliver(await self._answer(name, request))
+        except Exception as error:  # whatever it is, it belongs to the caller who waits for the completion
+            request.fail(error)
+
+    async def _answer(self, name: str, request: Request) -> Completion:
+        await self._guard()
+        answer, asked = Answer(request), False
+        parameters = parameters_of(request, streams=request.watch is not None)
+        prompt, lora = prompt_of(request, self.version), self.loras.get(request.sampling.adapter)
+        async for output in self.llm.generate(prompt, parameters, request_id=name, lora_request=lora):
+            piece = output.outputs[0]
+            check_expanded(request, output.prompt_token_ids)
+            answer.add(piece)
+            if piece.finish_reason is not None:
+                request.marks += [(span.start, _version_of(span.version)) for span in piece.weight_versions or ()]
+            elif answer.stop is not None and not asked:
+                await self.llm.abort(name)
+                asked = True
+        return answer.completion()
+
+    async def _guard(self) -> None:
+        """Before whatever its processes are asked first: they are told to end with this one."""
+        if not self._guarded:
+            self._guarded = True
+            await self.llm.collective_rpc("end_with", args=(socket.gethostname(), os.getpid()))
+            self._has_read()
+
+    def cancel(self, request: Request) -> None:
+        for name in [name for name, other in self._requests.items() if other is request]:
+            self._running[name].cancel()  # vLLM aborts a request whose reader is cancelled
+
+    def abort(self) -> None:
+        if self._running:
+            self._aborting = asyncio.get_running_loop().create_task(self._abort(dict(self._running)))
+
+    async def _abort(self, doomed: dict[str, asyncio.Task[None]]) -> None:
+        """vLLM ignores the abort of a request that is still on its way in: asked until none is left."""
+        while left := [name for name, task in doomed.items() if not task.done()]:
+            await self.llm.abort(left)
+            await asyncio.wait([doomed[name] for name in left], timeout=ABORT_AGAIN_S)
+
+    def commit(self, version: int, *, keep_kv: bool) -> None:
+        self.version = version
+
+    def step(self) -> None: ...
+
+    def reset(self) -> list[Request]:
+        return []
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        await self._guard()
+        return await self.llm.collective_rpc(method, args=arguments)
+
+    async def halt(self, *, forget: bool) -> None:
+        await self.llm.pause_generation(mode="keep", clear_cache=forget)  # what encoders gave of images with the rest
+
+    async def proceed(self) -> None:
+        await self.llm.resume_generation()
+
+    async def label(self, version: int) -> None:
+        await self.llm.update_weight_version(str(version))
+
+    async def adapt(self, path: str, name: str | None = None) -> None:
+        make = self.loras.request(path, name)
+        await self.llm.add_lora(make(load_inplace=True))
+        self.loras[name] = make()
+
+    async def sleep(self) -> None:
+        await self.llm.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        await self.llm.wake_up()
+
+    def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        self.llm.shutdown()
+        del self.llm  # its finalizer needs modules that the interpreter's end takes away
+        _end(self._children)
+
+
+def _end(children: Iterable[BaseProcess]) -> None:
+    for child in children:
+        child.join(LAST_WORDS_S)
+        if child.is_alive():
+            child.kill()
+            child.join()
+
+
+def _version_of(label: str) -> int:
+    return 0 if label == UNNAMED else int(label)
+
+
+CORES: dict[str, Callable[[dict[str, Any], Callable[[], None]], VLLMCore]] = {"sync": Stepped, "async": Apart}

@@ -1,0 +1,47 @@
+"""What each kind of spread learner refuses to divide, asked before any of its processes starts."""
+
+from __future__ import annotations
+
+from ratchet.errors import ConfigError, ModelError
+from ratchet.learners.config import DTensorConfig, MegatronConfig
+from ratchet.learners.distributed.topology import megatron_sizes, parts
+from ratchet.models.megatron.sizes import Fp8, require_megatron
+from ratchet.models.policy import DecoderPolicy, PolicyModel
+
+
+def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
+    """Raises ModelError or ConfigError."""
+    if isinstance(model, DecoderPolicy):
+        parts(section).check(model.shape)
+    else:
+        _check_whole(section, model)
+
+
+def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
+    """Raises MissingDependency too."""
+    require_megatron()
+    if not isinstance(model, DecoderPolicy):
+        raise ModelError(
+            "learner.kind=megatron has maps for models of Ratchet's own decoder, and transformers runs this one: set "
+            "learner.kind=dtensor"
+        )
+    megatron_sizes(section).check(model.shape)
+    if section.fp8 is not None:
+        Fp8(section.fp8, section.fp8_recipe).check_shape(model.shape, section.tensor_parallel)
+
+
+def _check_whole(section: DTensorConfig, model: PolicyModel) -> None:
+    """A model that transformers runs has no parts: ranks divide rows and weights and, by a plan of its own, its matrices."""
+    from ratchet.models.transformers.policy import TransformersPolicy  # takes seconds, where no such model has been loaded
+
+    for key in ("context_parallel", "pipeline_parallel", "expert_parallel"):
+        if (value := getattr(section, key)) > 1:
+            raise ConfigError(
+                f"learner.{key}={value} divides what Ratchet's own decoder computes, and transformers runs this model: "
+                "set it to 1, and learner.dp_shard to the number of ranks"
+            )
+    if section.sequence_parallel:
+        raise ConfigError("learner.sequence_parallel is of Ratchet's own decoder, and transformers runs this model: remove it")
+    assert isinstance(model, TransformersPolicy), "any other model is a decoder"
+    if section.tensor_parallel > 1:
+        model.plan(section.tensor_parallel)

@@ -1,0 +1,125 @@
+"""What lives in each process of a spread learner: the model's part, and the learner of every role on it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ratchet.algorithms.base import Algorithm, Term
+from ratchet.batch import Batch
+from ratchet.config.resolve import construct, imported, resolve
+from ratchet.learners.distributed.base import RankLearner
+from ratchet.learners.distributed.model_providers import Provider
+from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.models.model_source import Origin
+from ratchet.protocols import Exported, Shard
+
+TIMEOUT = timedelta(minutes=30)  # of a collective: the group's own deadlines are shorter
+
+
+class Seat(Protocol):
+    """Where a rank lives (`ratchet.executors.worker.Place`)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def rendezvous(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+
+
+class LearnerRank:
+    def __init__(self, seat: Seat, *, learner: Mapping[str, Any], origin: Origin, double: bool = False) -> None:
+        """learner: the values of a `SpreadConfig`. double: in float64. Joins the other ranks, and loads the model's part."""
+        config: Any = resolve("learner", learner)
+        device, dtype = torch.device(seat.device), torch.float64 if double else torch.float32
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",  # gradients may rest in main memory
+            init_method=f"tcp://{seat.rendezvous}",
+            rank=seat.rank,
+            world_size=seat.world_size,
+            timeout=TIMEOUT,
+        )
+        self.provider: Provider = imported(config.provider)(config, device, dtype)
+        self.policy = self.provider.load(origin)
+        self.learners: dict[str, RankLearner] = {}
+        self.algorithm: Algorithm | None = None
+
+    def host(self) -> str:
+        return socket.gethostname()
+
+    # --- a stage
+
+    def begin(self, roles: Mapping[str, RoleSpec], algorithm: Mapping[str, Any]) -> None:
+        """Makes the learners of a stage. algorithm: the values of its section, from which every rank makes its losses."""
+        self.algorithm = construct(resolve("algorithm", algorithm))
+        self.learners.clear()  # else those of the last stage would be in memory beside the new ones
+        for name, spec in roles.items():
+            self.learners[name] = self._learner(name, spec)
+
+    def _learner(self, name: str, spec: RoleSpec) -> RankLearner:
+        provider = self.provider
+        if name == "policy":
+            model = self.policy
+        else:
+            model = provider.copy(self.policy) if spec.origin is None else provider.load(spec.origin)
+        if spec.adapter is None:
+            model.requires_grad_(spec.optimizer is not None)
+        return provider.learner(model, spec)
+
+    def _terms(self, role: str, names: Sequence[str]) -> list[Term]:
+        assert self.algorithm is not None, "no stage has begun"
+        known = {term.name: term for term in self.algorithm.losses[role]}
+        return [known[name] for name in names]
+
+    # --- calls of the driver
+
+    def score(self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[dict[str, Tensor]]:
+        return self.learners[role].score(micros, wanted, top_k=top_k)
+
+    def score_base(self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[dict[str, Tensor]]:
+        with self.learners[role].forward.model.without_adapter():
+            return self.score(role, micros, wanted, top_k)
+
+    def update(self, role: str, micros: Sequence[Batch], terms: Sequence[str]) -> dict[str, float]:
+        return dict(self.learners[role].update(micros, self._terms(role, terms)))
+
+    def weights(self, role: str) -> list[Shard]:
+        """This rank's blocks, on the CPU."""
+        return [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in self.learners[role].weights()]
+
+    def send(self, sender: str, options: Mapping[str, Any]) -> Any:
+        """Hands the policy's blocks to one end of a link: `sender` is "module:function", called with (blocks, rank, world)."""
+        return imported(sender)(self.learners["policy"].weights(), dist.get_rank(), dist.get_world_size(), **options)
+
+    def onload(self, role: str) -> None:
+        self.learners[role].onload()
+
+    def offload(self, role: str) -> None:
+        self.learners[role].offload()
+
+    def save(self, role: str, directory: str) -> None:
+        self.learners[role].save(Path(directory))
+
+    def load(self, role: str, directory: str) -> None:
+        self.learners[role].load(Path(directory))
+
+    def export(self, role: str, directory: str, averaged: bool, part: Exported) -> None:
+        self.learners[role].export(Path(directory), averaged=averaged, part=part)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            self.provider.close()
+            dist.destroy_process_group()

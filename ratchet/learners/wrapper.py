@@ -1,0 +1,46 @@
+"""What is put around a learner: everything goes to that one, but for what a subclass does itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ratchet.batch import Batch
+from ratchet.protocols import Exported, Learner, LossTerm, Placeable, Shard
+
+
+class Around:
+    """Implements `Learner` and `Placeable`."""
+
+    def __init__(self, inner: Learner) -> None:
+        self.inner = inner
+
+    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+        return await self.inner.score(batch, wanted, top_k=top_k)
+
+    async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
+        return await self.inner.update(mini, terms)
+
+    def weights(self) -> Iterator[Shard]:
+        return self.inner.weights()
+
+    def save(self, directory: Path) -> None:
+        self.inner.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self.inner.load(directory)
+
+    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
+        self.inner.export(directory, averaged=averaged, part=part)
+
+    async def onload(self) -> None:
+        await self._placeable().onload()
+
+    async def offload(self) -> None:
+        await self._placeable().offload()
+
+    def _placeable(self) -> Placeable:
+        assert isinstance(self.inner, Placeable), f"{type(self.inner).__name__} can't leave its device"
+        return self.inner

@@ -1,0 +1,86 @@
+"""LoRA on a model that transformers runs: peft's own layers, put into it. Their first values and their dropout are ours, as on
+our decoder: functions of a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ratchet.errors import ModelError
+from ratchet.models.lora.decoder import Adapter, adapter_parameters, of_adapter
+from ratchet.models.lora.files import peft_config
+from ratchet.models.lora.layers import SeededDropout
+from ratchet.models.weights.weight_layout import PEFT
+
+OWN = "default"  # peft's name of an adapter that has none
+BASE = ".base_layer"
+
+
+def linear_maps(layers: Sequence[nn.Module]) -> list[str]:
+    """The last parts of the paths of a model's linear maps, in its repeated blocks."""
+    paths = (path for layer in layers for path, module in layer.named_modules() if isinstance(module, nn.Linear))
+    return list(dict.fromkeys(path.removesuffix(BASE).rpartition(".")[2] for path in paths if ".lora_" not in path))
+
+
+@torch.no_grad()
+def attach(model: nn.Module, adapter: Adapter, names: Sequence[str], *, within: nn.Module | None = None) -> None:
+    """within: the part of the model that gets it; None: all of it. Raises ModelError where peft can't."""
+    from peft import inject_adapter_in_model
+
+    model.requires_grad_(False)
+    try:
+        inject_adapter_in_model(peft_config(adapter, names), within or model, adapter_name=OWN)
+    except (ValueError, NotImplementedError) as error:
+        raise ModelError(f"peft can't give {type(model).__name__} an adapter: {error}") from None
+    for place, layer in enumerate(_layers(model)):
+        layer.lora_dropout[OWN] = SeededDropout(adapter.lora.dropout, place)
+    for name, parameter in adapter_parameters(model):
+        parameter.requires_grad_(True)
+        parameter.copy_(adapter.first(_peft_name(name), parameter.shape))
+
+
+def merge(model: nn.Module) -> None:
+    paths = {module: path for path, module in model.named_modules()}
+    for layer in _layers(model):
+        path = paths[layer]
+        layer.merge()
+        above, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(above), leaf, layer.get_base_layer())
+    model.requires_grad_(True)
+
+
+def canonical_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if not of_adapter(name):
+            yield name.replace(f"{BASE}.", "."), parameter.detach()
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in adapter_parameters(model):
+        yield _peft_name(name), parameter.detach()
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    found = _layers(model)
+    for layer in found:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in found:
+            layer.enable_adapters(True)
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _peft_name(name: str) -> str:
+    return f"{PEFT}{name.replace(f'.{OWN}.', '.')}"

@@ -1,0 +1,97 @@
+"""How Megatron Core divides a decoder over ranks: arithmetic for a check before any process starts. Free of Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from ratchet.errors import ConfigError, MissingDependency, ModelError
+from ratchet.models.config import DecoderConfig
+from ratchet.models.parallel.sharding import Part, Share
+
+
+def require_megatron() -> None:
+    """Raises MissingDependency where megatron-core is not installed."""
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise MissingDependency("megatron-core", extra="megatron", needed_for="learner.kind=megatron")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """In which Transformer Engine multiplies: `MegatronConfig.fp8` and `fp8_recipe`."""
+
+    format: str
+    recipe: str
+
+    @property
+    def rows(self) -> int:
+        """Of a product: a multiple of it."""
+        return {"mxfp8": 32, "blockwise": 128}.get(self.recipe, 16)
+
+    def check(self, capability: tuple[int, int]) -> None:
+        """capability: of a CUDA device. Raises ConfigError for one that doesn't multiply so."""
+        least = {"mxfp8": (10, 0), "blockwise": (9, 0)}.get(self.recipe, (8, 9))
+        if capability < least:
+            has, needs = (".".join(map(str, version)) for version in (capability, least))
+            other = "choose another fp8_recipe, or remove learner.fp8" if capability >= (8, 9) else "remove learner.fp8"
+            raise ConfigError(
+                f"learner.fp8_recipe={self.recipe} needs a device of compute capability {needs}, and this has {has}: {other}"
+            )
+
+    def check_shape(self, shape: DecoderConfig, tensor: int) -> None:
+        """Raises ModelError for matrices that it can't multiply, on as many ranks that share them."""
+        mlp = shape.expert_intermediate_size if shape.n_experts else shape.intermediate_size
+        widths = {
+            "hidden_size": shape.hidden_size,
+            "heads": (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim // tensor,
+            "intermediate_size": mlp // tensor,
+        }
+        for name, width in widths.items():
+            if width % self.rows:
+                raise ModelError(
+                    f"learner.fp8_recipe={self.recipe} multiplies matrices whose sides are multiples of {self.rows}, and "
+                    f"{name} is {width} on a rank: lower learner.tensor_parallel, or remove learner.fp8"
+                )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks of each kind; what they leave of all is data parallelism. chunks: runs of layers on each rank of a pipeline.
+    sequence: see `ratchet.models.parallel.tensor_parallel`."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    experts: int = 1
+    chunks: int = 1
+    sequence: bool = False
+
+    def stage(self, rank: int, chunk: int = 0) -> Share:
+        """Which share of the layers a chunk is, on a rank of the pipeline."""
+        return Share(rank + self.pipeline * chunk, self.pipeline * self.chunks)
+
+    def check(self, shape: DecoderConfig) -> None:
+        """Raises ModelError where Megatron Core can't divide it so, or has no such layer at all."""
+        stages = self.pipeline * self.chunks
+        Part(Share(0, self.tensor), Share(0, stages), Share(0, self.experts)).check(shape)
+        if shape.n_layers % stages:
+            fitting = max(n for n in range(1, stages) if shape.n_layers % n == 0)
+            raise ModelError(
+                f"Megatron gives each stage of a pipeline as many layers, and {stages} don't divide {shape.n_layers}: set "
+                f"learner.pipeline_parallel x pipeline_chunks to {fitting}"
+            )
+        if self.chunks > 1 and self.pipeline == 1:
+            raise ModelError("learner.pipeline_chunks interleaves the stages of a pipeline: set learner.pipeline_parallel too")
+        if shape.out_bias or shape.mlp_bias:
+            raise ModelError(
+                "Megatron has no biases behind the heads or in gated MLPs, and this model has: set learner.kind=dtensor"
+            )
+        if shape.n_experts and self.tensor > 1 and not self.sequence:
+            raise ModelError(
+                "experts under tensor parallelism want learner.sequence_parallel: each rank would send all tokens to them again"
+            )
+
+
+def padded_vocabulary(size: int, tensor: int) -> int:
+    """Rows of the embedding, on all ranks together: as many on each of those that share it."""
+    return -(-size // tensor) * tensor

@@ -1,0 +1,82 @@
+"""Context parallelism: each rank of a group computes some of the tokens of every sequence, and attends to all of them.
+
+A sequence is cut into twice as many chunks as there are ranks; a rank takes one from the front and one from the back, so that
+all attend to about as much ("zig-zag": arXiv:2407.21783, section 3.3.2). Keys and values are gathered in every layer.
+
+T = tokens of the packed sequences, t = those of this rank, H = query heads, K = key/value heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ratchet.models.layers.attention import attend_past, branches
+from ratchet.models.layers.prefix_tree import Index, Segment
+from ratchet.models.parallel.collectives import Group, gather_uneven
+from ratchet.models.parallel.sharding import Share
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which tokens each rank has. segments, tokens: of this rank, in the order in which it computes them; `start` of a segment
+    is where it lies among the tokens of all ranks, laid end to end. sizes: tokens of each rank. place_T: where each token lies
+    among those of all ranks."""
+
+    segments: tuple[Segment, ...]
+    tokens: Index
+    sizes: tuple[int, ...]
+    place_T: Index
+    starts_S: Index
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], share: Share) -> Division:
+        starts_S = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
+        by_rank = [_segments(lengths, Share(rank, share.of)) for rank in range(share.of)]
+        tokens = [_tokens(segments, starts_S) for segments in by_rank]
+        sizes = tuple(len(own) for own in tokens)
+        place_T = np.empty(sum(lengths), dtype=np.int64)
+        place_T[np.concatenate(tokens)] = np.arange(sum(lengths))
+        placed, start = list[Segment](), sum(sizes[: share.index])
+        for segment in by_rank[share.index]:
+            placed.append(Segment(segment.row, segment.begin, segment.end, start))
+            start += segment.length
+        return cls(tuple(placed), tokens[share.index], sizes, place_T, starts_S)
+
+    def past(self, segment: Segment) -> Index:
+        start = int(self.starts_S[segment.row])
+        return self.place_T[start : start + segment.begin]
+
+
+def _segments(lengths: Sequence[int], share: Share) -> list[Segment]:
+    chunks = 2 * share.of
+    found = [
+        Segment(row, length * chunk // chunks, length * (chunk + 1) // chunks)
+        for row, length in enumerate(lengths)
+        for chunk in (share.index, chunks - 1 - share.index)
+    ]
+    return sorted((segment for segment in found if segment.length), key=lambda segment: (segment.begin, segment.length))
+
+
+def _tokens(segments: Sequence[Segment], starts_S: Index) -> Index:
+    spans = [np.arange(s.begin, s.end) + starts_S[s.row] for s in segments]
+    return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+
+
+class ContextAttention:
+    """`attend` of `Decoder.forward` for the tokens of one rank."""
+
+    def __init__(self, division: Division, group: Group, device: torch.device) -> None:
+        self.sizes, self.group = division.sizes, group
+        self.calls = branches(division.segments, division.past, device)
+
+    def __call__(self, layer: int, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor) -> Tensor:
+        k_TKD, v_TKD = gather_uneven(torch.cat([k_tKD, v_tKD], dim=1), self.sizes, self.group).chunk(2, dim=1)
+        if not self.calls:  # without a token, and yet part of what the others do, in the backward too
+            return q_tHD + k_TKD.sum() * 0
+        queries = q_tHD.split([call.own.tokens for call in self.calls])
+        return torch.cat([attend_past(call, q, k_TKD, v_TKD) for call, q in zip(self.calls, queries, strict=True)])

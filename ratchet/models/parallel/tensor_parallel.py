@@ -1,0 +1,105 @@
+"""The seams of a decoder whose heads, MLPs and vocabulary are divided over the ranks of a group.
+
+T = tokens, d = hidden size, V = rows of the vocabulary that a rank has, n = predictions, K = tokens asked about.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ratchet.models.parallel.collectives import Group, gather, largest, scatter_sum, sum_backward, sum_forward
+from ratchet.models.parallel.sharding import Share
+
+
+class TensorSeams:
+    """sequence: between the products each rank keeps some of the tokens only (sequence parallelism, arXiv:2205.05198): norms
+    and what is kept for the backward are divided too. rows: of the vocabulary, on this rank."""
+
+    def __init__(self, group: Group, rows: range, *, sequence: bool) -> None:
+        self.group, self.rows, self.sequence = group, rows, sequence
+        self.tokens = 0  # of the forward in progress
+
+    def begin(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def embed(self, tokens_T: Tensor, weight_Vd: Tensor) -> Tensor:
+        here_T = (tokens_T >= self.rows.start) & (tokens_T < self.rows.stop)
+        x_Td = F.embedding((tokens_T - self.rows.start).where(here_T, 0), weight_Vd)
+        return self.leave(x_Td * here_T[:, None])
+
+    def enter(self, x: Tensor) -> Tensor:
+        return gather(x, self.group)[: self.tokens] if self.sequence else sum_backward(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        if not self.sequence:
+            return sum_forward(x, self.group)
+        missing = -len(x) % self.group.size()
+        return scatter_sum(F.pad(x, (0, 0, 0, missing)), self.group)
+
+    def finish(self, x: Tensor) -> Tensor:
+        return gather(x, self.group, alike=True)[: self.tokens].clone() if self.sequence else x
+
+
+class DividedVocabulary:
+    """Implements `ratchet.learners.compute.token_outputs.Vocabulary`: of each prediction a rank has the logits of some tokens.
+    Never are the
+    logits of all gathered, but by `whole`. size: tokens of all ranks together."""
+
+    def __init__(self, group: Group, size: int) -> None:
+        self.group, self.size = group, size
+        self.rows = self._rows(group.rank(), size)
+
+    def _rows(self, rank: int, size: int) -> range:
+        """The tokens of a rank among the first `size`."""
+        rows = Share(rank, self.group.size()).range(self.size)
+        return range(min(rows.start, size), min(rows.stop, size))
+
+    def log_softmax(self, logits_nV: Tensor) -> Tensor:
+        # The same normaliser serves other tokens on each rank: the gradients that they have for it are summands.
+        return logits_nV - sum_backward(self._logsumexp(logits_nV), self.group)[:, None]
+
+    def first(self, all_nV: Tensor, size: int) -> Tensor:
+        return self.log_softmax(all_nV[:, : len(self._rows(self.group.rank(), size))])
+
+    def sum(self, x_nV: Tensor) -> Tensor:
+        return sum_forward(x_nV.sum(-1), self.group)
+
+    def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+        here_nK, own_nK = self._place(ids_nK, all_nV)
+        if not all_nV.shape[1]:  # it has none of them, and takes part all the same
+            return sum_forward(all_nV.sum() * all_nV.new_zeros(ids_nK.shape), self.group)
+        return sum_forward(all_nV.gather(1, own_nK).where(here_nK, 0.0), self.group)
+
+    def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+        here_nK, own_nK = self._place(ids_nK, all_nV)
+        if all_nV.shape[1]:
+            chosen_nV = torch.zeros_like(all_nV).scatter_add(1, own_nK, here_nK.to(all_nV.dtype))
+            all_nV = all_nV.masked_fill(chosen_nV > 0, -torch.inf)
+        return self._logsumexp(all_nV)
+
+    def top(self, all_nV: Tensor, k: int) -> Tensor:
+        """Among each rank's own k."""
+        values_nk, ids_nk = all_nV.detach().topk(min(k, all_nV.shape[1]), dim=-1)
+        missing = (0, k - values_nk.shape[1])
+        values_nk, ids_nk = F.pad(values_nk, missing, value=-torch.inf), F.pad(ids_nk + self.rows.start, missing)
+        values_nK, ids_nK = (gather(x.T, self.group).T for x in (values_nk, ids_nk))
+        return ids_nK.gather(1, values_nK.topk(k, dim=-1).indices)
+
+    def whole(self, all_nV: Tensor, size: int) -> Tensor:
+        widths = [len(self._rows(rank, size)) for rank in range(self.group.size())]
+        most = max(widths)
+        parts = gather(F.pad(all_nV, (0, most - all_nV.shape[1])).T, self.group, alike=True).split(most)
+        return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)]).T
+
+    def _logsumexp(self, x_nV: Tensor) -> Tensor:
+        top_n = x_nV.detach().amax(-1) if x_nV.shape[1] else x_nV.new_full((len(x_nV),), -torch.inf)
+        top_n = largest(top_n, self.group)
+        return self.sum((x_nV - top_n[:, None]).exp()).log() + top_n
+
+    def _place(self, ids_nK: Tensor, all_nV: Tensor) -> tuple[Tensor, Tensor]:
+        """(which of the ids are here, where; 0 for the others)."""
+        own_nK = ids_nK - self.rows.start
+        here_nK = (own_nK >= 0) & (own_nK < all_nV.shape[1])
+        return here_nK, own_nK.where(here_nK, 0)

@@ -1,0 +1,378 @@
+"""Models of transformers that read images, audio or videos beside text, as policies.
+
+T = tokens of packed sequences laid end to end, S = sequences, d = hidden size. A medium's tokens are in the sequence already;
+its encoder (tower) gives the embeddings that are put in their places.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+
+from ratchet.config.media_limits import PROCESSOR_FILES
+from ratchet.errors import ModelError
+from ratchet.models.flops import Work
+from ratchet.models.layers.expert_routing import Routing
+from ratchet.models.load import Towers
+from ratchet.models.lora import transformers as on_transformers
+from ratchet.models.lora.decoder import Adapter
+from ratchet.models.media import Seen, joined, probe_images
+from ratchet.models.transformers.loading import reading, refuse_missing_weights
+from ratchet.models.transformers.policy import TransformersPolicy, close, repeated, without_dropout
+from ratchet.models.transformers.tensor_parallel import Plan
+from ratchet.models.weights.hf_weights import Savable
+from ratchet.types import MediaKind, Medium, Placed
+from ratchet.utils.atomic_files import atomic_path
+
+ENCODED_APART: tuple[MediaKind, ...] = ("image", "video")  # what backbones take encoded, where they take anything so
+TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}  # as transformers numbers tokens by what they stand for
+AROUND = 3  # tokens of text on either side of a probe's medium
+
+Media = Sequence[Sequence[Placed]]  # of each sequence
+
+
+class VisionPolicy(TransformersPolicy):
+    """Media that several sequences of a forward have in common are encoded once, where the architecture takes what its encoders
+    gave. Positions of three axes (M-RoPE) are found for each sequence alone, so that packed ones have those that they'd have
+    apart; with them goes a row of positions in the text, which tells sequences apart.
+
+    towers: whether all that is not the language model trains, or rests.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        saved_config: PreTrainedConfig | None = None,
+        towers: Towers = "frozen",
+        probes: Sequence[Medium] = (),
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """probes: two images, to find out whether packed sequences with media are kept apart; without, each runs alone. files:
+        of its processor, by name, which `save` writes too. Raises ModelError."""
+        self.towers: Towers = towers
+        self.files = dict(files or {})
+        self.packs = True  # until the probes say otherwise
+        super().__init__(model, saved_config=saved_config)
+        if self.packs:
+            self.packs = len(probes) > 1 and self._keeps_media_apart(probes)
+        if probes:
+            self._check_media(probes)
+        self.requires_grad_(True)
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        towers: Towers = "frozen",
+    ) -> Self:
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        with reading(directory, "a model of images and text"):
+            saved = AutoConfig.from_pretrained(directory, **options)
+            config = without_dropout(saved)
+            model, loading = AutoModelForMultimodalLM.from_pretrained(
+                directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+            )
+            refuse_missing_weights(directory, loading)
+        nn.Module.to(model, device)
+        files = {name: (directory / name).read_bytes() for name in PROCESSOR_FILES if (directory / name).is_file()}
+        probes = probe_images(directory, model) if files else []
+        return cls(model, saved_config=saved, towers=towers, probes=probes, files=files)
+
+    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+        super().save(directory, weights)
+        for name, content in self.files.items():
+            with atomic_path(directory / name) as temporary:
+                temporary.write_bytes(content)
+
+    @property
+    def reads_media(self) -> bool:
+        return True
+
+    @property
+    def work(self) -> Work | None:
+        """What its towers take depends on each medium."""
+        return None
+
+    def find_backbone(self, model: PreTrainedModel) -> str:
+        path = model.base_model_prefix
+        if not path or model.base_model is model:
+            raise ModelError(f"{type(model).__name__} has no backbone apart from its head")
+        return path
+
+    @property
+    def language(self) -> nn.Module:
+        """The language model inside the backbone."""
+        return self.model.get_decoder()
+
+    def layers(self) -> list[nn.Module]:
+        return repeated(self.language)
+
+    def plan(self, ranks: int) -> Plan:
+        raise ModelError(
+            f"learner.tensor_parallel={ranks}: a model that reads media is not divided so: set it to 1, and "
+            "learner.dp_shard to the number of ranks"
+        )
+
+    # --- what trains
+
+    def tower_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """By canonical name: all but the language model and its head."""
+        spoken = {id(p) for p in self.language.parameters()} | {id(self.model.get_parameter(self.head_name))}
+        return [(name, p) for name, p in self.model.named_parameters() if id(p) not in spoken]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        super().requires_grad_(requires_grad)
+        if self.towers == "frozen":
+            for _, parameter in self.tower_parameters():
+                parameter.requires_grad_(False)
+        return self
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        frozen = {id(p) for _, p in self.tower_parameters()} if self.towers == "frozen" else set[int]()
+        return [(name, p) for name, p in super().trained() if id(p) not in frozen]
+
+    def resting(self) -> frozenset[str]:
+        if self.adapter is None and self.towers == "frozen":
+            return frozenset(name for name, _ in self.tower_parameters())
+        return super().resting()
+
+    def attach(self, adapter: Adapter) -> None:
+        on_transformers.attach(self.model, adapter, self.check_adapter(adapter.lora), within=self.language)
+        self.adapter = adapter
+
+    def merge(self) -> None:
+        super().merge()
+        self.requires_grad_(True)
+
+    # --- the forward
+
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+        media: Media = (),
+        *,
+        read_T: Tensor | None = None,
+    ) -> Tensor:
+        """media: of each sequence, in order; (): there are none at all."""
+        assert routing is None, "the routers of a transformers model are its own"
+        assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        media = media or [()] * len(lengths)
+        if self.packs:
+            return self._anchored(self._forward(tokens_T, positions_T, lengths, media))
+        rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True)
+        alone = [self._forward(tokens, positions, [len(tokens)], [own]) for tokens, positions, own in rows]
+        return self._anchored(torch.cat(alone))
+
+    def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Of text alone."""
+        return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])
+
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media) -> Tensor:
+        types_T = torch.zeros_like(tokens_T)
+        for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
+            self._mark(types_T[end - length : end], tokens_T[end - length : end], placed)
+        options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
+        options |= self._read([placed.medium for row in media for placed in row], types_T[None])
+        if self.takes_positions:
+            options["position_ids"] = self._positions(tokens_T, positions_T, types_T, lengths, media)
+        with self._reading(tokens_T[None], types_T[None]) as shown_1T:
+            return self.backbone(input_ids=shown_1T, **options)[0][0]
+
+    def _read(self, found: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
+        """What a forward takes for media, in the order in which they lie in its rows."""
+        options, outputs = dict[str, Any](), dict[str, Any]()
+        seen = self._encoded(found)
+        for kind in {medium.kind: None for medium in found}:
+            own = [medium for medium in found if medium.kind == kind]
+            if kind in seen:
+                outputs[kind] = seen[kind].of(own)
+            else:
+                options |= {name: x.to(types_NL.device) for name, x in joined(own).items() if name in self.takes}
+        if outputs:
+            options["mm_encoder_outputs"] = outputs
+        return options | dict.fromkeys({"mm_token_type_ids", "token_type_ids"} & self.takes, types_NL)
+
+    def prefill(self, rows: Sequence[Sequence[int]], media: Media) -> tuple[Any, Tensor, Tensor]:
+        """The model's output for the last token of each row, with its cache, over rows padded on the left; the mask that
+        this took [N, L]; and the position of each row's next token [N], in all axes the same."""
+        device, longest = self.model.device, max(map(len, rows))
+        tokens_NL = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
+        mask_NL, types_NL = torch.zeros_like(tokens_NL), torch.zeros_like(tokens_NL)
+        places = list[Tensor]()
+        for i, (row, placed) in enumerate(zip(rows, media, strict=True)):
+            first = longest - len(row)
+            own = tokens_NL[i, first:]
+            own.copy_(torch.as_tensor(row))
+            mask_NL[i, first:] = 1
+            self._mark(types_NL[i, first:], own, placed)
+            order = torch.arange(len(row), device=device)
+            found = self._positions(own, order, types_NL[i, first:], [len(row)], [placed])
+            found = found[-3:, 0] if found.dim() == 3 else found
+            places.append(nn.functional.pad(found, (first, 0)))
+        options = self._read([placed.medium for row in media for placed in row], types_NL)
+        positions_RNL = torch.stack(places, 1)
+        if self.takes_positions:
+            options["position_ids"] = positions_RNL if len(positions_RNL) > 1 else positions_RNL[0]
+        with self._reading(tokens_NL, types_NL) as shown_NL:
+            out = self.model(input_ids=shown_NL, attention_mask=mask_NL, use_cache=True, logits_to_keep=1, **options)
+        return out, mask_NL, positions_RNL.amax((0, 2)) + 1
+
+    def _mark(self, types_T: Tensor, tokens_T: Tensor, placed: Sequence[Placed]) -> None:
+        """Of the media of one sequence."""
+        for start, medium in placed:
+            own = slice(start, start + medium.span)
+            types_T[own] = self._types(tokens_T[own])
+
+    @contextmanager
+    def _reading(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
+        """Tokens whose only placeholders are those of media, while the embedding reads all as they are: one that a policy wrote
+        is a token like others."""
+        stray_NL = (self._types(tokens_NL) > 0) & (types_NL == 0)
+        if not stray_NL.any():
+            yield tokens_NL
+            return
+        text = next(i for i in range(self.vocab_size) if not self._types(torch.tensor([i])))
+        hook = self.model.get_input_embeddings().register_forward_pre_hook(lambda module, given: (tokens_NL,))
+        try:
+            yield torch.where(stray_NL, text, tokens_NL)
+        finally:
+            hook.remove()
+
+    @cached_property
+    def takes(self) -> frozenset[str]:
+        """Arguments of the backbone."""
+        return frozenset(inspect.signature(self.backbone.forward).parameters)
+
+    @property
+    def axes(self) -> int:
+        """Of a token's position: 3 (time, height, width) under M-RoPE."""
+        return 3 if hasattr(self.backbone, "get_rope_index") else 1
+
+    def _types(self, tokens_T: Tensor) -> Tensor:
+        types_T = torch.zeros_like(tokens_T)
+        for kind, number in TYPES.items():
+            token = getattr(self.model.config, f"{kind}_token_id", None)
+            if token is not None:
+                types_T = types_T.masked_fill(tokens_T == token, number)
+        return types_T
+
+    def _positions(
+        self, tokens_T: Tensor, positions_T: Tensor, types_T: Tensor, lengths: Sequence[int], media: Media
+    ) -> Tensor:
+        """[1, T]; of an M-RoPE model the rows text, time, height and width, [4, 1, T]; where it doesn't pack, without the
+        first."""
+        find = getattr(self.backbone, "get_rope_index", None)
+        if find is None:
+            return positions_T[None]
+        rows_4T = positions_T.expand(4, -1).clone()
+        if any(media):
+            tokens_T, types_T = tokens_T.cpu(), types_T.cpu()  # it asks for number after number
+        known = inspect.signature(find).parameters
+        for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
+            if placed:
+                own = slice(end - length, end)
+                grids = {name: x for name, x in joined([one.medium for one in placed]).items() if name in known}
+                found, _ = find(tokens_T[own][None], mm_token_type_ids=types_T[own][None], **grids)
+                rows_4T[1:, own] = found[:, 0].to(rows_4T)
+        return (rows_4T if self.packs else rows_4T[1:])[:, None]
+
+    def _anchored(self, hidden_Td: Tensor) -> Tensor:
+        """With a gradient, be it 0, for every weight that trains: ranks of which one saw no image must add up the same ones,
+        and an optimizer does to a weight what it would have done in one process."""
+        if not torch.is_grad_enabled() or self.adapter is not None or self.towers == "frozen":
+            return hidden_Td
+        return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
+
+    def _encoded(self, media: Sequence[Medium]) -> dict[MediaKind, Seen]:
+        """What the encoders give for each medium, once, however often it is among them; nothing of a kind whose encoder the
+        backbone has to call by itself."""
+        seen: dict[MediaKind, Seen] = {}
+        for kind in {medium.kind: None for medium in media}:
+            encode = getattr(self.backbone, f"get_{kind}_features", None)
+            if kind not in ENCODED_APART or encode is None or "mm_encoder_outputs" not in self.takes:
+                continue
+            unique = {medium.key: medium for medium in media if medium.kind == kind}
+            known = inspect.signature(encode).parameters
+            inputs = {name: x.to(self.model.device) for name, x in joined(list(unique.values())).items() if name in known}
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.towers == "trained"):
+                output = encode(**inputs, return_dict=True)
+            if len(output.pooler_output) == len(unique):
+                seen[kind] = Seen(output, tuple(unique))
+        return seen
+
+    # --- probes, at load
+
+    def _check_logits(self) -> None:
+        try:
+            super()._check_logits()
+        except ModelError:
+            self.packs = False  # without the row of positions in the text
+            super()._check_logits()
+
+    def _probe_rows(self, probes: Sequence[Medium]) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
+        """Sequences of the first medium, of text alone, and of both media; and where these are."""
+        token = int(self.model.config.image_token_id)
+        rows, media = list[Tensor](), list[tuple[Placed, ...]]()
+        for own in ([probes[0]], [], [probes[1], probes[0]]):
+            pieces, placed = [self._probe_tokens(AROUND)], list[Placed]()
+            for medium in own:
+                placed.append(Placed(sum(map(len, pieces)), medium))
+                pieces += [torch.full((medium.span,), token, device=self.model.device), self._probe_tokens(AROUND + 1)]
+            rows.append(torch.cat(pieces))
+            media.append(tuple(placed))
+        return rows, media
+
+    def _probe_tokens(self, n: int) -> Tensor:
+        """None that stands for a medium."""
+        tokens = super()._probe_tokens(n)
+        return torch.where(self._types(tokens) > 0, 0, tokens)
+
+    @torch.no_grad()
+    def _keeps_media_apart(self, probes: Sequence[Medium]) -> bool:
+        """Packed equals separate, and another neighbour changes nothing."""
+        rows, media = self._probe_rows(probes)
+        lengths = [len(row) for row in rows]
+        positions = [torch.arange(n, device=rows[0].device) for n in lengths]
+        other = torch.where(self._types(rows[0]) > 0, rows[0], (rows[0] + 1) % AROUND)
+        try:
+            packed = self.hidden(torch.cat(rows), torch.cat(positions), lengths, media=media)
+            beside = self.hidden(torch.cat([other, *rows[1:]]), torch.cat(positions), lengths, media=media)
+        except (TypeError, ValueError, IndexError, RuntimeError):
+            return False
+        self.packs = False
+        alone = torch.cat(
+            [self.hidden(row, at, [len(row)], media=[own]) for row, at, own in zip(rows, positions, media, strict=True)]
+        )
+        self.packs = True
+        kept = slice(lengths[0], None)
+        return close(packed, alone, self.model.dtype) and close(beside[kept], packed[kept], self.model.dtype)
+
+    @torch.no_grad()
+    def _check_media(self, probes: Sequence[Medium]) -> None:
+        """Against the model's own forward, which finds positions and encodes media by itself."""
+        rows, media = self._probe_rows(probes)
+        row, own = rows[-1], media[-1]
+        given: dict[str, Any] = {name: x.to(row.device) for name, x in joined([one.medium for one in own]).items()}
+        given |= {name: self._types(row)[None] for name in {"mm_token_type_ids", "token_type_ids"} & self.takes}
+        given = {name: x for name, x in given.items() if name in self.takes}
+        theirs = self.model(input_ids=row[None], use_cache=False, **given).logits[0]
+        ours = self.logits(self.hidden(row, torch.arange(len(row), device=row.device), [len(row)], media=[own]))
+        if not close(ours, theirs, self.model.dtype):
+            raise ModelError(f"{type(self.model).__name__}: what it makes of an image differs from its own forward's")

@@ -1,0 +1,193 @@
+"""Reading a record: the Parquet files in a run's `steps/`, by the index that says which of them are whole.
+
+`index.jsonl` has a line for each file: its name, size and SHA-256, and what it holds of which steps. A line is written after
+its file, and carries a checksum of its own; files that no line names are what a killed process left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from xxhash import xxh3_64
+
+from ratchet.errors import DataError
+from ratchet.observe.records.groups import groups_of
+from ratchet.observe.records.media import MEDIA, read_media
+from ratchet.observe.records.schema import ADDED, SCALARS, SCHEMA
+from ratchet.types import Group
+from ratchet.utils.safe_read import parse_json
+
+INDEX = "index.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """step: as in metrics.jsonl. rows: trajectories that are there, of `groups` groups out of `drawn`. fingerprints: of the
+    weights after the step, by role, where the learner can say."""
+
+    step: int
+    stage: str
+    rows: int
+    groups: int
+    drawn: int
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        return self.groups == self.drawn
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """One Parquet file: the rows of some steps, in order. media_size, media_sha256: of the file of the same name in `media/`,
+    where they have media."""
+
+    name: str
+    size: int
+    sha256: str
+    steps: tuple[StepFacts, ...]
+    media_size: int = 0
+    media_sha256: str = ""
+
+    def line(self) -> str:
+        body = {name: value for name, value in asdict(self).items() if value or not name.startswith("media_")}
+        return json.dumps({**body, "check": _check(body)}) + "\n"
+
+
+def _check(body: Mapping[str, Any]) -> str:
+    return xxh3_64(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_index(directory: Path) -> list[RecordFile]:
+    """[] where nothing was recorded. Raises DataError for a line that was changed; a last one without its end is none."""
+    path = directory / INDEX
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [_read_line(path, number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n")]
+
+
+def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
+    try:
+        body = parse_json(line)
+        if body.pop("check") != _check(body):
+            raise ValueError("its checksum does not match")
+        steps = tuple(StepFacts(**facts) for facts in body.pop("steps"))
+        return RecordFile(**body, steps=steps)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}, line {number} was changed: {error}; copy the run's steps/ again, or put back a backup"
+        ) from None
+
+
+class Record:
+    """What a run's `steps/` holds now. Making one reads the index alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files = read_index(directory)
+
+    @cached_property
+    def steps(self) -> dict[int, StepFacts]:
+        return {facts.step: facts for file in self.files for facts in file.steps}
+
+    def table(self, columns: Sequence[str] = tuple(SCALARS), *, steps: Iterable[int] | None = None) -> pa.Table:
+        """Some columns of all rows, or of those of some steps, in order. By default one number or word for each trajectory,
+        which is quick however many tokens there are. Raises DataError for a file that can't be read."""
+        wanted = None if steps is None else frozenset(steps)
+        fields = pa.schema([SCHEMA.field(name) for name in columns])
+        # Permissive: a struct of an older file may lack a field, which is null then.
+        return pa.concat_tables([fields.empty_table(), *self._parts(list(columns), wanted)], promote_options="permissive")
+
+    def _parts(self, columns: list[str], wanted: frozenset[int] | None) -> Iterator[pa.Table]:
+        for file in self.files:
+            picked = [wanted is None or facts.step in wanted for facts in file.steps]
+            if not any(picked):
+                continue
+            try:
+                with pq.ParquetFile(self.directory / file.name) as parquet:
+                    part = _with(columns, parquet.read(columns).replace_schema_metadata(None))
+            except (OSError, KeyError, pa.ArrowException) as error:
+                raise DataError(f"{self.directory / file.name} can't be read: {error}") from error
+            ends = itertools.accumulate(facts.rows for facts in file.steps)
+            for facts, end, there in zip(file.steps, ends, picked, strict=True):
+                if there:
+                    yield part.slice(end - facts.rows, facts.rows)
+
+    def step(self, step: int) -> pa.Table:
+        """All columns of one step's rows, after the file's checksum was compared. Raises DataError where it was not recorded,
+        or was changed."""
+        self.verify(self._file(step))
+        return self.table(SCHEMA.names, steps=[step])
+
+    def _file(self, step: int) -> RecordFile:
+        file = next((file for file in self.files for facts in file.steps if facts.step == step), None)
+        if file is None:
+            raise DataError(f"step {step} is not in the record in {self.directory}: it has {_ranges(self.steps)}")
+        return file
+
+    def media(self, step: int) -> dict[str, bytes]:
+        """The encoded images and other media of a step, and of those in its file, by name. Raises DataError where they can't be
+        read, or were changed."""
+        file = self._file(step)
+        if not file.media_size:
+            return {}
+        path = self.directory / MEDIA / file.name
+        _verify(path, file.media_sha256)
+        return read_media(path)
+
+    def groups(self, step: int) -> list[Group]:
+        """The whole of what a step drew; of media only what they were made of (see `groups_of`). Raises DataError as `step`
+        and `media` do, and where only a sample of it was kept."""
+        table = self.step(step)
+        facts = self.steps[step]
+        if not facts.whole:
+            raise DataError(
+                f"step {step} is in the record with {facts.groups} of its {facts.drawn} groups (record.groups): it can be "
+                "looked at, and not computed again"
+            )
+        return groups_of(table, self.media(step))
+
+    def verify(self, file: RecordFile) -> None:
+        """Raises DataError where a file is not as it was written."""
+        _verify(self.directory / file.name, file.sha256)
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _verify(path: Path, sha256: str) -> None:
+    try:
+        found = digest_of(path)
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    if found != sha256:
+        raise DataError(f"{path} was changed since it was recorded: its checksum does not match")
+
+
+def _with(columns: list[str], part: pa.Table) -> pa.Table:
+    """These columns. Of a file from before there was one, with what is true of its rows. Raises KeyError for others."""
+    for name in ADDED.keys() & set(columns) - set(part.column_names):
+        field = SCHEMA.field(name)
+        part = part.append_column(field, pa.repeat(pa.scalar(ADDED[name], field.type), part.num_rows))
+    return part.select(columns)
+
+
+def _ranges(steps: Iterable[int]) -> str:
+    """1-8, 12"""
+    found: list[list[int]] = []
+    for step in sorted(steps):
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found) or "none"

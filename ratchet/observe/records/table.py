@@ -1,0 +1,381 @@
+"""A step's groups, and what the learner made of them, as an Arrow table: a row for each trajectory.
+
+T = tokens of the batch, N = tokens of the rows of a table, R = rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ratchet.batch import ROUTES, Batch
+from ratchet.observe.records.media import name_of, shortened
+from ratchet.observe.records.schema import (
+    LEARNED,
+    MESSAGE,
+    NUMBERS,
+    PART,
+    PLACED,
+    SAMPLED,
+    SCALARS,
+    SCHEMA,
+    TOOL_CALL,
+    TURN,
+)
+from ratchet.types import (
+    POLICY,
+    Cancelled,
+    Failed,
+    Group,
+    Message,
+    Outcome,
+    Part,
+    Scored,
+    ToolCall,
+    Trajectory,
+    Truncated,
+    Unjudged,
+)
+
+OUTCOMES: Mapping[type, str] = {
+    Scored: "scored",
+    Truncated: "truncated",
+    Unjudged: "unjudged",
+    Failed: "failed",
+    Cancelled: "cancelled",
+}
+
+
+class Row(NamedTuple):
+    """place: of the trajectory in the batch; None where it is not in there, as it counts for nothing."""
+
+    group_index: int
+    group: Group
+    number: int
+    trajectory: Trajectory
+    place: int | None
+
+
+def table_of(
+    step: int,
+    stage: str,
+    groups: Sequence[Group],
+    batch: Batch,
+    weights_T: NDArray[np.float64],
+    *,
+    chosen: Sequence[int] | None = None,
+) -> pa.Table:
+    """batch: that was packed from the groups, with its columns. weights_T: what each of its tokens weighs in the policy's loss.
+    chosen: which of the groups, in order; None: all."""
+    rows = _rows(groups, chosen)
+    entries = _sampled(rows, batch) | _learned(rows, batch, weights_T)
+    columns = _scalars(step, stage, rows, entries) | _details(rows) | entries
+    return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[Row]:
+    wanted = range(len(groups)) if chosen is None else frozenset(chosen)
+    rows, place = list[Row](), 0
+    for at, group in enumerate(groups):
+        for number, trajectory in enumerate(group.trajectories):
+            counts = trajectory.counts
+            if at in wanted:
+                rows.append(Row(at, group, number, trajectory, place if counts else None))
+            place += counts
+    return rows
+
+
+# --- what the learner made of them
+
+
+def _learned(rows: Sequence[Row], batch: Batch, weights_T: NDArray[np.float64]) -> dict[str, pa.Array]:
+    there = [name for name in LEARNED if name in batch.token_columns and batch.token_columns[name].dim() == 1]
+    columns_T = {name: batch.token_columns[name].detach().cpu().numpy() for name in there}
+    columns_T |= {"trained": batch.trainable_T.cpu().numpy(), "weights": weights_T}
+    places = [row.place for row in rows if row.place is not None]
+    lengths_S, starts_S = batch.lengths_S.cpu().numpy(), batch.starts_S.cpu().numpy()
+    picked_N = None if len(places) == batch.n_sequences else _tokens_of(places, starts_S, lengths_S)
+    lengths_R = np.asarray([0 if row.place is None else lengths_S[row.place] for row in rows], np.int32)
+    absent_R = np.asarray([row.place is None for row in rows], np.bool_)
+    made = {}
+    for name, kind in LEARNED.items():
+        column_T = columns_T.get(name)
+        if column_T is None:
+            made[name] = pa.nulls(len(rows), kind)
+            continue
+        column_N = column_T if picked_N is None else column_T[picked_N]
+        made[name] = _lists(lengths_R, column_N, kind, absent_R)
+    return made
+
+
+def _tokens_of(places: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]) -> NDArray[np.int64]:
+    """Where the tokens of some sequences are among all."""
+    parts = [np.arange(starts_S[place], starts_S[place] + lengths_S[place]) for place in places]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _lists(lengths_R: NDArray[np.int32], values_N: NDArray[Any], kind: pa.DataType, null_R: NDArray[np.bool_]) -> pa.Array:
+    """One list for each row, of the values laid end to end."""
+    offsets = np.zeros(len(lengths_R) + 1, np.int32)
+    np.cumsum(lengths_R, out=offsets[1:])
+    # Floats of 64 bits become those of 32: what is exact is computed again, and these are looked at.
+    values = pa.array(values_N, type=kind.value_type, safe=False)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind, mask=pa.array(null_R))
+
+
+def _row_N(column: pa.Array) -> NDArray[np.int64]:
+    """The row that each entry of its lists belongs to."""
+    return np.repeat(np.arange(len(column)), np.diff(column.offsets.to_numpy()))
+
+
+def _entries_N(column: pa.Array) -> NDArray[Any]:
+    return column.values.to_numpy(zero_copy_only=False)
+
+
+def _sums(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.Array:
+    """Of each row's entries, or of those where the mask is set; null where the row has none. float64 [R]"""
+    if column.null_count == len(column):
+        return pa.nulls(len(column), pa.float64())
+    values_N = _entries_N(column).astype(np.float64)
+    if mask_N is not None:
+        values_N = np.where(mask_N, values_N, 0.0)
+    sums_R = np.bincount(_row_N(column), weights=values_N, minlength=len(column))
+    return pa.array(sums_R, mask=_nulls_R(column))
+
+
+def _nulls_R(column: pa.Array) -> NDArray[np.bool_]:
+    return column.is_null().to_numpy(zero_copy_only=False)
+
+
+def _means(sums: pa.Array, counts: pa.Array) -> pa.Array:
+    """Null where there is nothing to take a mean of."""
+    counts_R, sums_R = (np.where(_nulls_R(each), 0.0, each.to_numpy(zero_copy_only=False)) for each in (counts, sums))
+    empty_R = _nulls_R(sums) | (counts_R == 0)
+    return pa.array(sums_R / np.where(empty_R, 1.0, counts_R), mask=empty_R)
+
+
+# --- what was sampled
+
+
+def _scalars(step: int, stage: str, rows: Sequence[Row], entries: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
+    ours = [row.trajectory for row in rows]
+    outcomes = [t.outcome for t in ours]
+    trained = _sums(entries["trained"])
+    earned = _sums(entries["advantages"], _entries_N(entries["trained"]))
+    said_R = _sums(entries["rollout_logprobs"]).to_numpy(zero_copy_only=False)
+    wrote_N, row_N = _entries_N(entries["owner"]) == POLICY, _row_N(entries["owner"])
+    oldest, newest = _versions(entries["versions"])
+    values: dict[str, list[Any] | pa.Array] = {
+        "step": [step] * len(rows),
+        "stage": [stage] * len(rows),
+        "group_index": [row.group_index for row in rows],
+        "row": [row.number for row in rows],
+        "attempt": [t.attempt for t in ours],
+        "use": [t.use for t in ours],
+        "outcome": [None if outcome is None else OUTCOMES[type(outcome)] for outcome in outcomes],
+        "truncated": [t.truncated for t in ours],
+        "failure": [_failure(outcome) for outcome in outcomes],
+        "reward": [getattr(outcome, "reward", None) for outcome in outcomes],
+        "advantage": _means(earned, trained),
+        "weight": _sums(entries["weights"]),
+        "temperature": [t.temperature for t in ours],
+        "length": pa.array(np.diff(entries["tokens"].offsets.to_numpy())),
+        "generated_tokens": pa.array(np.bincount(row_N[wrote_N], minlength=len(rows))),
+        "trained_tokens": trained,
+        "policy_turns": [len(t.turns) for t in ours],
+        "oldest_version": oldest,
+        "newest_version": newest,
+        "rollout_logprob": pa.array(said_R, pa.float64(), mask=_nulls_R(newest)),
+    }
+    return {name: _array(column, SCALARS[name]) for name, column in values.items()} | _of_groups(rows)
+
+
+def _of_groups(rows: Sequence[Row]) -> dict[str, pa.Array]:
+    """What all rows of a group have in common: made once, and taken as often."""
+    groups = {row.group_index: row.group for row in rows}
+    places = {at: place for place, at in enumerate(groups)}
+    taken = pa.array([places[row.group_index] for row in rows], pa.int32())
+    tasks = [group.task for group in groups.values()]
+    values: dict[str, list[Any]] = {
+        "group": [group.id for group in groups.values()],
+        "task": [task.id for task in tasks],
+        "environment": [task.environment for task in tasks],
+        "tag": [task.tag for task in tasks],
+        "task_seed": [task.seed for task in tasks],
+        "uses": [group.uses for group in groups.values()],
+        "answer": [None if task.answer is None else as_json(task.answer) for task in tasks],
+        "task_meta": [as_json(dict(task.meta)) if task.meta else None for task in tasks],
+    }
+    return {name: _array(column, SCHEMA.field(name).type).take(taken) for name, column in values.items()}
+
+
+def _versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """The oldest and the newest that wrote a row; null of given text."""
+    versions_N, row_N = _entries_N(column), _row_N(column)
+    known_N = versions_N >= 0
+    versions_N, row_N = versions_N[known_N], row_N[known_N]
+    starts = np.flatnonzero(np.diff(row_N, prepend=-1))
+    oldest_R, newest_R = np.zeros((2, len(column)), np.int32)
+    none_R = np.ones(len(column), np.bool_)
+    if len(starts):
+        written = row_N[starts]
+        oldest_R[written], newest_R[written] = (f.reduceat(versions_N, starts) for f in (np.minimum, np.maximum))
+        none_R[written] = False
+    return pa.array(oldest_R, mask=none_R), pa.array(newest_R, mask=none_R)
+
+
+def _failure(outcome: Outcome | None) -> str | None:
+    if isinstance(outcome, Failed):
+        return outcome.kind
+    return outcome.reason if isinstance(outcome, Cancelled) else None
+
+
+def _sampled(rows: Sequence[Row], batch: Batch) -> dict[str, pa.Array]:
+    ours = [row.trajectory for row in rows]
+    lengths_R, none = np.asarray([len(t) for t in ours], np.int32), np.zeros(len(ours), np.bool_)
+    laid = {name: _joined(getattr(t, name) for t in ours) for name in ("owner", "trainable")}
+    packed = len(rows) == batch.n_sequences and all(row.place is not None for row in rows)
+    for name in ("tokens", "rollout_logprobs", "versions"):  # which a batch of these rows has end to end already
+        laid[name] = getattr(batch, f"{name}_T").cpu().numpy() if packed else _joined(getattr(t, name) for t in ours)
+    made = {name: _lists(lengths_R, column_N, SAMPLED[name], none) for name, column_N in laid.items()}
+    cut = [t.log_kept_mass for t in ours] if bool(batch.log_kept_mass_T.any()) else [None] * len(ours)
+    made["log_kept_mass"] = _some(cut, SAMPLED["log_kept_mass"])
+    routes = [t.routes for t in ours] if ROUTES in batch.token_columns else [None] * len(ours)
+    made["routes"] = _some([None if each is None else each.reshape(-1) for each in routes], SAMPLED["routes"])
+    shapes = [None if each is None else np.asarray(each.shape, np.int32) for each in routes]
+    return made | {"routes_shape": _some(shapes, SAMPLED["routes_shape"])}
+
+
+def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[Any]:
+    given = list(parts)
+    return np.concatenate(given) if given else np.zeros(0)
+
+
+def _some(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
+    """Lists of which some, or all, are null."""
+    given = [column for column in columns if column is not None]
+    if not given:
+        return pa.nulls(len(columns), kind)
+    lengths_R = np.asarray([0 if column is None else len(column) for column in columns], np.int32)
+    return _lists(lengths_R, np.concatenate(given), kind, np.asarray([column is None for column in columns], np.bool_))
+
+
+# --- the words
+
+
+def _details(rows: Sequence[Row]) -> dict[str, pa.Array]:
+    ours = [row.trajectory for row in rows]
+    return {
+        "reward_parts": _maps([t.reward_parts for t in ours]),
+        "metrics": _maps([t.metrics for t in ours]),
+        "turns": _turns(ours),
+        "failure_detail": _array([t.outcome.detail if isinstance(t.outcome, Failed) else None for t in ours], pa.string()),
+        "prompt": _messages([row.group.task.messages if row.number == 0 else None for row in rows]),
+        "messages": _messages([t.messages for t in ours]),
+        "media": _media(ours),
+        "extras": _array([_extras(t) for t in ours], pa.string()),
+    }
+
+
+def as_json(value: Any) -> str:
+    """What JSON does not know is described in words."""
+    return json.dumps(value, default=repr, ensure_ascii=False)
+
+
+def _extras(t: Trajectory) -> str | None:
+    return as_json(dict(t.extras)) if t.extras else None
+
+
+def _media(ours: Sequence[Trajectory]) -> pa.Array:
+    """name: of its source in the record's `media/`."""
+    placed = [placed for t in ours for placed in t.media]
+    return _structs(
+        [len(t.media) for t in ours],
+        PLACED,
+        start=[start for start, _ in placed],
+        span=[medium.span for _, medium in placed],
+        kind=[medium.kind for _, medium in placed],
+        key=[medium.key for _, medium in placed],
+        name=[name_of(medium.source) for _, medium in placed],
+    )
+
+
+def _maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:
+    lengths = np.asarray([len(each) for each in numbers], np.int32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    keys = [key for each in numbers for key in each]
+    values = [value for each in numbers for value in each.values()]
+    return pa.MapArray.from_arrays(offsets, _array(keys, pa.string()), pa.array(values, pa.float64()), type=NUMBERS)
+
+
+def _turns(ours: Sequence[Trajectory]) -> pa.Array:
+    turns = [turn for t in ours for turn in t.turns]
+    return _structs(
+        [len(t.turns) for t in ours],
+        TURN,
+        start=[turn.start for turn in turns],
+        end=[turn.end for turn in turns],
+        reward=[turn.reward for turn in turns],
+        state_key=[turn.state_key for turn in turns],
+        terminated=[turn.terminated for turn in turns],
+        cut=[turn.cut for turn in turns],
+    )
+
+
+def _messages(conversations: Sequence[Sequence[Message] | None]) -> pa.Array:
+    said = [message for messages in conversations for message in messages or ()]
+    return _structs(
+        [None if messages is None else len(messages) for messages in conversations],
+        MESSAGE,
+        role=[m.role for m in said],
+        content=[m.content if isinstance(m.content, str) else None for m in said],
+        parts=_parts([None if isinstance(m.content, str) else m.content for m in said]),
+        tool_calls=_tool_calls([m.tool_calls or None for m in said]),
+        tool_call_id=[m.tool_call_id for m in said],
+    )
+
+
+def _parts(some: Sequence[Sequence[Part] | None]) -> pa.Array:
+    parts = [part for each in some if each is not None for part in each]
+    return _structs(
+        [None if each is None else len(each) for each in some],
+        PART,
+        type=[part.type for part in parts],
+        value=[shortened(part) for part in parts],
+    )
+
+
+def _tool_calls(some: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
+    calls = [call for each in some if each is not None for call in each]
+    return _structs(
+        [None if each is None else len(each) for each in some],
+        TOOL_CALL,
+        id=[call.id for call in calls],
+        name=[call.name for call in calls],
+        arguments=[as_json(dict(call.arguments)) for call in calls],
+    )
+
+
+def _structs(lengths: Sequence[int | None], kind: pa.StructType, /, **columns: Any) -> pa.Array:
+    """Lists of structs from the columns of all entries laid end to end. A length of None: no list."""
+    null = np.asarray([n is None for n in lengths], np.bool_)
+    if null.all():
+        return pa.nulls(len(lengths), pa.list_(kind))
+    arrays = [_array(column, kind.field(name).type) for name, column in columns.items()]
+    entries = pa.StructArray.from_arrays(arrays, fields=[kind.field(name) for name in columns])
+    offsets = np.concatenate([[0], np.cumsum([n or 0 for n in lengths])]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), entries, type=pa.list_(kind), mask=pa.array(null))
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values.cast(kind)
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:  # half a character, which a model may well write
+        return pa.array([v and v.encode("utf-8", "backslashreplace").decode() for v in values], kind)

@@ -1,0 +1,234 @@
+"""Who waits for whom, and since when: every wait for another process, an environment or a reward is in one table while it
+lasts, and so is the last that was heard of each.
+
+`kill -USR1 <driver>` writes the table to standard error and into the log; `ratchet status RUN` prints it (`answer_status`).
+Where nothing gets on any more, `stalls_told` logs it, and an error about a deadline has it in its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ratchet.observe.tracing.spans import ACTIVITY
+
+log = logging.getLogger(__name__)
+
+GENERATE = "generate"  # what a generator is waited for to do: while it is, somebody works
+RUN = "the run"  # whose events are its phases
+MOST = 256  # parties whose last event is kept; those of which nothing was heard for longest are forgotten
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """A context: the wait lasts inside of it. owner: who waits. name: for what. whom: for whom still, in words. timeout_s:
+    after which somebody ends it."""
+
+    owner: str
+    name: str
+    whom: Callable[[], str] | str
+    timeout_s: float
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    @property
+    def of(self) -> str:
+        return self.whom if isinstance(self.whom, str) else self.whom()
+
+    def __enter__(self) -> None:
+        begin(self)
+
+    def __exit__(self, raised: object, *_: object) -> None:
+        end(self)
+        if isinstance(self.whom, str):
+            note(self.whom, f"ended '{self.name}'" if raised is None else f"failed '{self.name}'")
+
+
+class Event(NamedTuple):
+    what: str
+    at: float  # of time.monotonic
+
+
+# In order of their beginnings, all True. To enter, to leave and to copy it is one step each: threads need no lock for that.
+_waits: dict[Wait, bool] = {}
+_events: dict[str, Event] = {}  # the latest last
+_lock = threading.RLock()  # a signal may come while this thread holds it
+
+
+def begin(wait: Wait) -> Wait:
+    _waits[wait] = True
+    if wait.name == GENERATE:
+        with _lock:
+            ACTIVITY.begin()
+    return wait
+
+
+def end(wait: Wait) -> None:
+    if _waits.pop(wait, False) and wait.name == GENERATE:
+        with _lock:
+            ACTIVITY.end()
+
+
+def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:
+    """For a wait that keeps its own deadline; None: it has none."""
+    return Wait(owner, name, whom, math.inf if timeout_s is None else timeout_s)
+
+
+def note(who: str, what: str) -> None:
+    """The last that was heard of somebody."""
+    with _lock:
+        _events.pop(who, None)
+        _events[who] = Event(what, time.monotonic())
+        if len(_events) > MOST:
+            del _events[next(iter(_events))]
+
+
+def forget(who: str) -> None:
+    with _lock:
+        _events.pop(who, None)
+
+
+def table() -> str:
+    """A line for each wait, the oldest first; those of the same for the same are one."""
+    waits = list(_waits)
+    if not waits:
+        return f"process {os.getpid()} waits for no other process"
+    alike: dict[tuple[str, str, str], list[Wait]] = {}
+    for wait in waits:
+        alike.setdefault((wait.owner, wait.of, wait.name), []).append(wait)
+    rows = [("who", "waits for", "to", "since", "at most")]
+    for (owner, whom, name), same in alike.items():
+        who = owner if len(same) == 1 else f"{owner} ({len(same)})"
+        most = same[0].timeout_s
+        rows.append((who, whom, name, f"{same[0].seconds:.1f} s", "" if math.isinf(most) else f"{most:g} s"))
+    return _aligned(rows)
+
+
+def report() -> str:
+    """The table, and the last event of each."""
+    now = time.monotonic()
+    with _lock:
+        rows = [(who, event.what, f"{now - event.at:.1f} s ago") for who, event in _events.items()]
+    heard = _aligned([("of", "last heard", ""), *rows]) if rows else "nothing was heard of anybody"
+    return f"{table()}\n{heard}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+class Stalls:
+    """Finds that the run has not begun another phase for `after_s`; and again where that has doubled."""
+
+    def __init__(self, after_s: float) -> None:
+        self.after_s = self._next = after_s
+        self._last: Event | None = None
+
+    def check(self, now: float) -> str | None:
+        """now: of time.monotonic. What to say, if anything."""
+        last = _events.get(RUN)
+        if last is None:
+            return None
+        if last != self._last:
+            self._last, self._next = last, self.after_s
+        quiet = now - last.at
+        if quiet < self._next:
+            return None
+        self._next *= 2
+        return f"the run has not got on for {quiet:.0f} s, since it {last.what}:\n{report()}"
+
+
+@contextlib.contextmanager
+def stalls_told(after_s: float | None) -> Iterator[None]:
+    """Logs stalls inside the block, even while the main thread waits; None: nothing."""
+    ended, stalls = threading.Event(), Stalls(math.inf if after_s is None else after_s)
+
+    def watch() -> None:
+        while not ended.wait(stalls.after_s / 4):
+            if text := stalls.check(time.monotonic()):
+                log.warning("%s", text)
+
+    if after_s is not None:
+        threading.Thread(target=watch, name="stalls", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        forget(RUN)
+
+
+@contextlib.contextmanager
+def shown_on_signal() -> Iterator[None]:
+    """SIGUSR1 writes the table, inside the block. To be entered in the main thread."""
+
+    def show(number: int, frame: object) -> None:
+        text = table()
+        sys.stderr.write(f"{text}\n")
+        log.info("waits:\n%s", text)
+
+    before = signal.signal(signal.SIGUSR1, show)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@contextlib.contextmanager
+def answer_status(address: str) -> Iterator[None]:
+    """A process of the same user that connects to the Unix socket at `address` is sent the table, inside the block: even while
+    the main thread waits without listening to signals. Raises OSError where no socket can be made there."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        threading.Thread(target=_answer, args=(listener,), name="status", daemon=True).start()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # the thread is in accept
+
+
+def _answer(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # it was closed
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(5)
+            if _user_of(connection) == os.getuid():
+                connection.sendall(table().encode())
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Of the process at the other end. On Linux an address may be no file, which only its owner could open."""
+    if sys.platform != "linux":
+        return os.getuid()
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user
+
+
+def ask_status(address: str, timeout_s: float = 10.0) -> str:
+    """The table of the process that answers at `address`. Raises OSError where none does."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(address)
+        pieces = bytearray()
+        while piece := connection.recv(2**16):
+            pieces += piece
+        return pieces.decode()

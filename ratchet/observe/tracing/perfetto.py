@@ -1,0 +1,117 @@
+"""`trace.json`: when each part of a run began and ended, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+
+In the Trace Event Format's JSON array form, whose closing bracket may be missing: so it is written as the run goes, and what a
+crash leaves can be read. Times are of the wall clock, so that a resumed run goes on in the same file, after a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ratchet.observe.tracing.spans import ACTIVITY, Activity
+
+log = logging.getLogger(__name__)
+
+RUN, ATTEMPTS = 1, 2  # what the format calls processes
+EACH = 128  # steps at the beginning that are all traced
+MOST_ATTEMPTS = 64  # of a step
+
+
+def traced(step: int) -> bool:
+    """Whether this step (from 0) is: each of the first, then every second, every fourth, ...: as many in each doubling of the
+    steps, so that a long run's trace stays small."""
+    return step % (1 << (step // EACH).bit_length()) == 0
+
+
+class Trace:
+    """Tracks are what the format calls threads; those of the run nest. Attempts overlap, so theirs are async events."""
+
+    def __init__(self, path: Path, activity: Activity = ACTIVITY) -> None:
+        """Raises OSError where the file can't be made or read."""
+        self.activity = activity
+        self._offset_s = time.time() - activity.clock()
+        self._tracks: dict[str, int] = {}
+        self._events: list[dict[str, Any]] = []
+        self._file: BinaryIO | None = path.open("r+b" if path.exists() else "w+b")
+        kept = _whole(self._file.read())
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(kept + b",\n" if kept else b"[\n")
+        for process, name in ((RUN, "run"), (ATTEMPTS, "attempts")):
+            self._note("M", process, 0, "process_name", args={"name": name})
+
+    def begin_step(self, step: int) -> None:
+        """step: from 0, of the whole run."""
+        on = traced(step)
+        self.activity.listener = self.span if on else None
+        self.activity.attempts = self.attempt if on else None
+        self.activity.attempts_left = MOST_ATTEMPTS
+
+    def span(self, track: str, name: str, start: float, end: float) -> None:
+        """Times of the activity's clock, in seconds."""
+        thread = self._tracks.get(track)
+        if thread is None:
+            thread = self._tracks[track] = len(self._tracks) + 1
+            self._note("M", RUN, thread, "thread_name", args={"name": track})
+            self._note("M", RUN, thread, "thread_sort_index", args={"sort_index": thread})
+        self._note("X", RUN, thread, name, ts=self._us(start), dur=self._us(end) - self._us(start))
+
+    def attempt(self, group: str, name: str, start: float, end: float) -> None:
+        known = {"cat": "attempt", "id": f"{group}#{name}"}
+        self._note("b", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(start), **known)
+        self._note("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(end), **known)
+
+    def flush(self) -> None:
+        """A disk that fails costs the trace, and not the run."""
+        events, self._events = self._events, []
+        if self._file is None:
+            return
+        try:
+            self._file.write(b"".join(json.dumps(event).encode() + b",\n" for event in events))
+            self._file.flush()
+        except OSError as error:
+            log.warning("the trace can't be written, and ends here: %s", error)
+            self._file = None
+
+    def close(self) -> None:
+        """Ends the array, so that any reader of JSON takes it."""
+        self.activity.listener = self.activity.attempts = None
+        self.flush()
+        if self._file is not None:
+            with self._file as file, suppress(OSError):
+                file.seek(-2, os.SEEK_CUR)  # the last comma
+                file.write(b"\n]\n")
+
+    def _us(self, moment: float) -> int:
+        return round((moment + self._offset_s) * 1e6)
+
+    def _note(self, phase: str, process: int, thread: int, name: str, **more: Any) -> None:
+        self._events.append({"ph": phase, "pid": process, "tid": thread, "name": name, **more})
+
+
+@contextmanager
+def tracing(path: Path | None) -> Iterator[Trace | None]:
+    """A trace inside the block; None: none, nor where the file can't be made."""
+    trace = None
+    try:
+        trace = None if path is None else Trace(path)
+    except OSError as error:
+        log.warning("there will be no trace: %s", error)
+    try:
+        yield trace
+    finally:
+        if trace is not None:
+            trace.close()
+
+
+def _whole(content: bytes) -> bytes:
+    """Without what ends the array, or was torn by a crash: up to the last whole event, without its comma."""
+    content = content.removesuffix(b"\n]\n") + b",\n" if content.endswith(b"}\n]\n") else content
+    return content[: max(content.rfind(b"},\n") + 1, 0)]

@@ -1,0 +1,263 @@
+"""Profiles a few steps of a stage: a trace of every operation in every thread, and a table that says where the time goes.
+
+Costs nothing before it starts and after it has stopped. It changes no result: it draws no random number and touches no tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch._C._profiler import _ExperimentalConfig  # the only way to ask for threads that exist already
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ratchet.kernels.cpu import STEP
+from ratchet.observe.matmul_rate import Gemm, gemm_rate
+from ratchet.observe.tracing.profile_table import OTHER, Profile, Work
+from ratchet.observe.write_files import replace_text
+
+WARM_UP = 3  # steps in which caches, pools and the allocator get the size that they keep
+APART = ("evaluate", "save")  # inside of a step, but no part of what is trained
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+ONEDNN = "mkldnn::_linear_pointwise"  # of (rows, inputs) and (outputs, inputs): PyTorch does not count it
+EMBEDDING = "aten::embedding"  # every row that goes through a model begins here
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled. device, dtype: in which products are computed. threads: of the whole run, on a CPU. widest: (inputs,
+    outputs) of the model's largest layer. asked: tokens that models were asked to compute so far. generated: tokens that a
+    policy wrote so far."""
+
+    stage: str
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    vocab_size: int
+    widest: tuple[int, int]
+    asked: Callable[[], float]
+    generated: Callable[[], float]
+
+
+class Event(NamedTuple):
+    """What is read of an operation, a kernel or a range of the trace; times in nanoseconds. host: on a CPU's thread. range: a
+    phase, or another that somebody named."""
+
+    name: str
+    start: int
+    end: int
+    host: bool = True
+    range: bool = False
+    flop: int = 0
+    shapes: Sequence[Sequence[int]] = ()
+
+
+class Profiler:
+    """first_step, left: the stage's next step and how many there are. show: gets the table once the profiled steps are over."""
+
+    def __init__(
+        self, subject: Subject, steps: int, *, first_step: int, left: int, directory: Path, show: Callable[[str], None]
+    ) -> None:
+        assert steps >= 1, steps
+        self.subject, self.asked, self.directory, self.show = subject, steps, directory, show
+        self.warm_up = min(WARM_UP, max(left - steps, min(left - 1, 1)))
+        self.steps = min(steps, left - self.warm_up)
+        self.first = first_step + self.warm_up
+        self.step = first_step
+        self.profile: Profile | None = None  # what was found
+        self._before: list[float] = []  # seconds of the steps of the warm-up
+        self._torch: profile | None = None
+        self._phases: dict[str, Work] = {}
+        self._wall_s = self._busy_s = self._apart_s = self._apart_busy_s = self._generated = 0.0
+        self._step_from = self._step_busy_from = self._step_apart_s = 0.0
+
+    # --- around the steps
+
+    def begin_step(self) -> None:
+        if self.step == self.first and self.profile is None:
+            self._start()
+        self._step_apart_s = 0.0
+        self._step_busy_from, self._step_from = time.process_time(), time.perf_counter()
+
+    def end_step(self) -> None:
+        seconds = time.perf_counter() - self._step_from
+        busy = time.process_time() - self._step_busy_from
+        self.step += 1
+        if self._torch is not None:
+            self._wall_s += seconds
+            self._busy_s += busy
+            if self.step == self.first + self.steps:
+                self.finish()
+        elif self.profile is None:
+            self._before.append(seconds - self._step_apart_s)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of a step, as a range of the trace. Phases neither nest nor overlap."""
+        if self._torch is None and name not in APART:
+            yield
+            return
+        asked, busy, start = self.subject.asked(), time.process_time(), time.perf_counter()
+        with record_function(name):
+            yield
+        seconds = time.perf_counter() - start
+        if name in APART:
+            self._step_apart_s += seconds
+            if self._torch is not None:
+                self._apart_s += seconds
+                self._apart_busy_s += time.process_time() - busy
+            return
+        work = self._phases.setdefault(name, Work())
+        work.seconds += seconds
+        work.tokens += self.subject.asked() - asked
+
+    def finish(self) -> None:
+        """Ends what is being profiled, fewer steps than asked for if need be; nothing where none is."""
+        if self._torch is None:
+            return
+        torch_profile, self._torch = self._torch, None
+        if self.subject.device.type == "cuda":
+            torch.cuda.synchronize(self.subject.device)
+        peak = _peak_bytes(self.subject.device)
+        torch_profile.stop()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        trace = self.directory / "trace.json.gz"
+        torch_profile.export_chrome_trace(str(trace))
+        self.profile = self._found(read_events(torch_profile), peak)
+        table = self.profile.table() + f"trace        {trace} (opens in https://ui.perfetto.dev)\n"
+        replace_text(self.directory / "table.txt", table)
+        self.show(table)
+
+    def abandon(self) -> None:
+        """After an error: nothing is written."""
+        if self._torch is not None:
+            self._torch.stop()
+            self._torch = None
+
+    # --- what it found
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self.subject.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize(self.subject.device)
+            torch.cuda.reset_peak_memory_stats(self.subject.device)
+        threads = _ExperimentalConfig(profile_all_threads=True)
+        self._torch = profile(activities=activities, record_shapes=True, with_flops=True, experimental_config=threads)
+        self._torch.start()
+        self._generated = self.subject.generated()
+
+    def _found(self, events: Sequence[Event], peak: int) -> Profile:
+        subject, wall = self.subject, self._wall_s - self._apart_s
+        phases = {**self._phases, OTHER: Work(wall - sum(work.seconds for work in self._phases.values()))}
+        count_work(events, phases, vocab_size=subject.vocab_size)
+        if subject.device.type == "cuda":
+            idle, busy_of = 1 - kernel_seconds(events, apart=APART) / wall, "the accelerator"
+        else:
+            threads = subject.threads
+            idle = 1 - (self._busy_s - self._apart_busy_s) / (wall * threads)
+            busy_of = f"{threads} thread{'s' if threads > 1 else ''}"
+        return Profile(
+            stage=subject.stage,
+            first=self.first + 1,
+            steps=self.step - self.first,
+            asked=self.asked,
+            phases=phases,
+            generated=subject.generated() - self._generated,
+            wall_s=wall,
+            apart_s=self._apart_s,
+            unprofiled_s=median(self._before) if self._before else None,
+            idle=max(0.0, idle),  # other threads of the process may compute too
+            busy_of=busy_of,
+            peak_bytes=peak,
+            gemm=self._gemm_rates(phases),
+        )
+
+    def _gemm_rates(self, phases: Mapping[str, Work]) -> list[tuple[str, float]]:
+        """Of a large product, then of the model's largest layer with as many rows as a forward mostly has."""
+        subject = self.subject
+        most = max(phases.values(), key=lambda work: work.rows)
+        own = Gemm(max(1, most.rows // max(1, most.forwards)), *subject.widest)
+
+        def rate(gemm: Gemm) -> float:
+            return gemm_rate(gemm, device=subject.device, dtype=subject.dtype)
+
+        square = Gemm.square(subject.device.type)
+        kind = str(subject.dtype).removeprefix("torch.")
+        return [(f"{square} {kind}", rate(square)), (f"{own}, the model's largest layer", rate(own))]
+
+
+def read_events(torch_profile: profile) -> list[Event]:
+    """Those that are counted. PyTorch's own `events()` builds a tree of all of them, which takes 20 times as long."""
+    found = []
+    results = torch_profile.profiler and torch_profile.profiler.kineto_results
+    for event in results.events() if results else ():
+        name, host = event.name(), event.device_type() == DeviceType.CPU
+        counted, stepped = name in (*PRODUCTS, ONEDNN, EMBEDDING), name.startswith(STEP)
+        named = event.is_user_annotation() and not stepped
+        if host and not (counted or stepped or named):
+            continue
+        shapes = event.shapes() if name in (ONEDNN, EMBEDDING) else []
+        start, flop = event.start_ns(), event.flops() if counted else 0
+        if name == ONEDNN:
+            flop = 2 * math.prod(shapes[0]) * shapes[1][0]
+        elif stepped and host:
+            flop = int(name.removeprefix(STEP))
+        found.append(Event(name, start, start + event.duration_ns(), host, named, flop, shapes))
+    return found
+
+
+def count_work(events: Sequence[Event], phases: dict[str, Work], *, vocab_size: int) -> None:
+    """Adds the operations of each phase's ranges to its work, whatever thread they ran in; the rest goes to OTHER, but for what
+    is apart. A row counts where it enters an embedding of `vocab_size`: position tables are embeddings too."""
+    names = {*phases, *APART}
+    ranges = sorted((e.start, e.end, e.name) for e in events if e.host and e.range and e.name in names)
+    starts = [start for start, _, _ in ranges]
+    for event in events:
+        if not event.host or event.range:
+            continue
+        at = bisect_right(starts, event.start) - 1
+        inside = at >= 0 and event.start <= ranges[at][1]
+        work = phases.get(ranges[at][2] if inside else OTHER)
+        if work is None:  # apart
+            continue
+        if event.name != EMBEDDING:
+            work.flop += event.flop
+        elif event.shapes[0][0] == vocab_size:
+            work.rows += math.prod(event.shapes[1])
+            work.forwards += 1
+
+
+def kernel_seconds(events: Sequence[Event], *, apart: Collection[str]) -> float:
+    """In which the accelerator ran at least one kernel or copy, outside of the host's ranges of these names."""
+    ranges = {event.name for event in events if event.host and event.range}  # they are drawn on the accelerator's rows too
+    without = [event for event in events if event.host and event.range and event.name in apart]
+    spans = sorted(
+        (e.start, e.end)
+        for e in events
+        if not e.host and e.name not in ranges and not any(span.start <= e.start <= span.end for span in without)
+    )
+    covered, reached = 0, 0
+    for start, end in spans:
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered / 1e9
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Of the accelerator since profiling began; of a process on the CPU since it began, which is all that the system knows."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,40 @@
+"""What stands in the last \\boxed{} is the task's answer."""
+
+from __future__ import annotations
+
+from ratchet.errors import DataError
+from ratchet.rewards.answers.final_answer import canonical, last_boxed, same_answer
+from ratchet.rewards.base import FinalAnswer
+from ratchet.rewards.config import BoxedConfig
+from ratchet.types import Task
+
+
+class Boxed(FinalAnswer):
+    """The task's answer may itself be boxed, as in the solutions of MATH."""
+
+    name = "boxed"
+    bounds = (0.0, 1.0)
+
+    def __init__(self, config: BoxedConfig) -> None:
+        self.config = config
+
+    def answer(self, text: str) -> str | None:
+        answer = last_boxed(text)
+        return canonical(answer) if answer and self.config.normalise else answer
+
+    def grade(self, text: str, task: Task) -> float:
+        gold = gold_answer(task)
+        answer = last_boxed(text)
+        if answer is None:
+            return 0.0
+        return float(same_answer(answer, gold) if self.config.normalise else answer == gold)
+
+
+def gold_answer(task: Task) -> str:
+    """The task's own answer, unboxed. Raises DataError where there is none."""
+    gold = "" if task.answer is None else str(task.answer).strip()
+    boxed = last_boxed(gold)
+    gold = gold if boxed is None else boxed
+    if not gold:
+        raise DataError(f"task '{task.id}' has no answer to compare with")
+    return gold

@@ -1,0 +1,39 @@
+"""An expression of the given numbers has the target's value; any such expression is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ratchet.rewards.answers.expression import NotAnExpression, evaluate
+from ratchet.rewards.base import AnswerReward
+from ratchet.rewards.config import CountdownRewardConfig
+from ratchet.types import Task
+
+
+class CountdownReward(AnswerReward):
+    """Judges by the task's `meta`: `numbers`, `target`, and `use_all` (each number exactly once; else at most once)."""
+
+    name = "countdown"
+    bounds = (0.0, 1.0)
+
+    def __init__(self, config: CountdownRewardConfig) -> None:
+        self.config = config
+
+    def grade(self, text: str, task: Task) -> float:
+        given, target = Counter(task.meta["numbers"]), task.meta["target"]
+        try:
+            value, numbers = evaluate(final_expression(text))
+        except NotAnExpression:
+            return 0.0
+        used = Counter(numbers)
+        legal = used == given if task.meta["use_all"] else used <= given
+        if not legal:
+            return 0.0
+        return 1.0 if value == target else self.config.partial
+
+
+def final_expression(text: str) -> str:
+    """What stands in the last <answer>...</answer>, else on the last line; a result that follows it ("= 22") is cut off."""
+    answer = text.rpartition("<answer>")[2].partition("</answer>")[0]
+    lines = answer.strip().splitlines()
+    return lines[-1].partition("=")[0].strip() if lines else ""

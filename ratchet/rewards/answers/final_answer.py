@@ -1,0 +1,84 @@
+"""Where in a text the final answer stands, and one spelling for LaTeX that says the same. Linear in the text's length."""
+
+from __future__ import annotations
+
+import re
+
+from ratchet.rewards.answers.numeric import last_match, whole_number
+
+MAX_ANSWER_CHARS = 2000  # nobody's final answer is longer; what is, is unreadable
+
+BOXED = re.compile(r"\\f?boxed(?:\{|(?=\s?[0-9A-Za-z]))")
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+HASHES = re.compile(r"^####(?!#)[ \t]*([^\n]*)", re.MULTILINE)
+HEADING = re.compile(r"[^\W\d_]{2}")  # "#### Step 2", not "#### C"
+
+SPELLINGS = (
+    (re.compile(r"\\[!,;:> ]|\\(?:left|right|displaystyle|limits|quad)(?![a-zA-Z])|(?<!\\)\$|\\\$|~"), ""),
+    (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\^\{?\\circ\}?|\\degree|°|\\?%"), ""),
+    (re.compile(r"\\(?:cdot|times)(?![a-zA-Z])"), "*"),
+    (re.compile(r"\\(le|ge|ne)q?(?![a-zA-Z])"), r"\\\1"),
+    (re.compile(r"\\frac([0-9])([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
+    (re.compile(r"−"), "-"),
+    (re.compile(r"\s"), ""),
+)
+UNIT = re.compile(r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm)\{[^{}0-9,]*\}(?:\^\{?[0-9]\}?)?$")  # 5\text{ cm}^2
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{}; "" where it is not closed, None where there is none."""
+    last = last_match(BOXED, text)
+    if last is None:
+        return None
+    rest = text[last.end() : last.end() + MAX_ANSWER_CHARS]
+    if not last.group().endswith("{"):  # \boxed 5
+        return rest.split(maxsplit=1)[0].rstrip("$.,;")
+    depth = 1
+    for brace in BRACES.finditer(rest):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return rest[: brace.start()].strip()
+    return ""
+
+
+def marked_answer(text: str) -> str | None:
+    """What the last of \\boxed{}, "#### " and <answer></answer> holds; None where the text has no such mark."""
+    places: dict[int, str] = {}
+    if (boxed := last_boxed(text)) is not None:
+        places[max(text.rfind("\\boxed"), text.rfind("\\fbox"))] = boxed
+    for match in HASHES.finditer(text):
+        if match.group(1).strip() and not HEADING.match(match.group(1)):
+            places[match.start()] = match.group(1)
+    if (start := text.rfind("<answer>")) >= 0:
+        inner = text[start + len("<answer>") :].partition("</answer>")[0]
+        nested = last_boxed(inner)
+        places[start + len(inner)] = inner if nested is None else nested
+    return places[max(places)].strip()[:MAX_ANSWER_CHARS] if places else None
+
+
+def one_spelling(latex: str) -> str:
+    """The same for answers that differ only in spaces, sizes, text commands, degree or dollar signs, and trailing units."""
+    latex = UNIT.sub("", latex[:MAX_ANSWER_CHARS].strip().rstrip("."))
+    for pattern, replacement in SPELLINGS:
+        latex = pattern.sub(replacement, latex)
+    name, equals, value = latex.partition("=")
+    return value if equals and len(name) <= 2 and name[:1].isalpha() else latex  # x=5 is 5
+
+
+def canonical(answer: str) -> str:
+    """The same for answers that `same_answer` finds equal."""
+    spelt = one_spelling(answer)
+    number = whole_number(spelt)
+    return spelt if number is None else str(number)
+
+
+def same_answer(one: str, other: str) -> bool:
+    """Equal spellings, or equal numbers."""
+    one, other = one_spelling(one), one_spelling(other)
+    if one == other:
+        return one != ""
+    left, right = whole_number(one), whole_number(other)
+    return left is not None and left == right

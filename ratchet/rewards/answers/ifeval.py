@@ -1,0 +1,69 @@
+"""Verifiable instructions are followed: IFEval (arXiv:2311.07911), and whatever has its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from ratchet.errors import DataError, MissingDependency
+from ratchet.rewards.answers.ifeval_checks import follows
+from ratchet.rewards.base import AnswerReward, Verdict
+from ratchet.rewards.config import IFEvalConfig
+from ratchet.types import Task
+from ratchet.utils.safe_read import parse_json
+
+
+class IFEval(AnswerReward):
+    """Reads `instruction_id_list` and `kwargs` from the task's `meta`, or from its answer where that is such a row."""
+
+    name = "ifeval"
+    bounds = (0.0, 1.0)
+
+    def __init__(self, config: IFEvalConfig) -> None:
+        """Raises MissingDependency: three of the instructions are about a language."""
+        self.config = config
+        if find_spec("langdetect") is None:
+            raise MissingDependency("langdetect", extra="envs", needed_for="reward ifeval")
+
+    def grade(self, text: str, task: Task) -> Verdict:
+        """1 or 0; with credit "share" a part for each instruction, which sum to the share that is followed."""
+        readings = loosely_read(text) if self.config.loose else [text]
+        ids, arguments = instructions_of(task)
+        followed = [
+            any(follows(reading, one, given) for reading in readings) for one, given in zip(ids, arguments, strict=True)
+        ]
+        if self.config.credit == "all":
+            return float(all(followed))
+        parts = dict.fromkeys(ids, 0.0)
+        for one, done in zip(ids, followed, strict=True):
+            parts[one] += done / len(ids)
+        return parts
+
+
+def loosely_read(text: str) -> list[str]:
+    """The paper's eight readings: with and without the first line, the last line, and asterisks."""
+    lines = text.split("\n")
+    cuts = ["\n".join(piece).strip() for piece in (lines[1:], lines[:-1], lines[1:-1])]
+    return [reading for cut in (text, *cuts) for reading in (cut, cut.replace("*", ""))]
+
+
+def instructions_of(task: Task) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
+    """Raises DataError where the task has none, or not as many arguments as instructions."""
+    row = task.meta if "instruction_id_list" in task.meta else _row(task.answer)
+    ids, arguments = row.get("instruction_id_list"), row.get("kwargs")
+    if not ids:
+        raise DataError(f"task '{task.id}' has no instruction_id_list, in its meta or its answer")
+    arguments = [{}] * len(ids) if arguments is None else [given or {} for given in arguments]
+    if len(arguments) != len(ids):
+        raise DataError(f"task '{task.id}' has {len(ids)} instructions, and kwargs for {len(arguments)}")
+    return ids, arguments
+
+
+def _row(answer: Any) -> Mapping[str, Any]:
+    if isinstance(answer, str):
+        try:
+            answer = parse_json(answer)
+        except ValueError:
+            return {}
+    return answer if isinstance(answer, Mapping) else {}

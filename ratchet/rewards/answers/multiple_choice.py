@@ -1,0 +1,68 @@
+"""The letter that an answer chooses is the task's."""
+
+from __future__ import annotations
+
+import re
+
+from ratchet.errors import DataError
+from ratchet.rewards.answers.final_answer import marked_answer
+from ratchet.rewards.answers.numeric import last_match
+from ratchet.rewards.base import FinalAnswer
+from ratchet.rewards.config import MultipleChoiceConfig
+from ratchet.types import Task
+
+WRAPPED = r"[*_(\[{\"'`$]{0,4}"
+UNWRAPPED = r"[*_)\]}\"'`$]{0,4}"
+TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
+
+
+class MultipleChoice(FinalAnswer):
+    """An answer that names two letters chooses none."""
+
+    name = "multiple_choice"
+    bounds = (0.0, 1.0)
+
+    def __init__(self, config: MultipleChoiceConfig) -> None:
+        self.config = config
+        letter = f"(?P<letter>[{config.letters}])(?![\\w'’-])"
+        verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
+        noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
+        self._said = re.compile(rf"{noun}{verb}\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{WRAPPED}{letter}")
+        self._alone = re.compile(rf"\s*{WRAPPED}{letter}{UNWRAPPED}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL)
+        self._other = re.compile(
+            rf"{UNWRAPPED}\s{{0,3}}(?:,|/|&|\b(?:or|and)\b)\s{{0,3}}{WRAPPED}[{config.letters}](?![\w'’-])"
+        )
+
+    def answer(self, text: str) -> str | None:
+        return self.chosen(text)
+
+    def grade(self, text: str, task: Task) -> float:
+        return float(self.chosen(text) == self._gold(task))
+
+    def chosen(self, text: str) -> str | None:
+        """The letter, or None where none or more than one is named."""
+        marked = marked_answer(text)
+        if marked is not None:
+            return self._only(marked)
+        last = last_match(self._said, text)
+        if last is not None:
+            return None if self._other.match(text, last.end()) else last["letter"]
+        if self.config.require_marker:
+            return None
+        lines = text.strip().splitlines()
+        return self._only(lines[-1]) if lines else None
+
+    def _only(self, text: str) -> str | None:
+        text = TEXT.sub(r"\1", text)
+        found = self._alone.fullmatch(text)
+        return None if found is None or self._other.match(text, found.end("letter")) else found["letter"]
+
+    def _gold(self, task: Task) -> str:
+        """Raises DataError where the task's own answer is none of the letters."""
+        answer, letters = task.answer, self.config.letters
+        if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
+            return letters[answer]
+        gold = self._only(answer) if isinstance(answer, str) else None
+        if gold is None:
+            raise DataError(f"task '{task.id}': its answer {str(answer)[:100]!r} is none of {letters}, nor an index from 0")
+        return gold

@@ -1,0 +1,122 @@
+"""The answer is a program, judged by tests outside of the sandbox that it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ratchet.config.resolve import construct
+from ratchet.errors import DataError
+from ratchet.rewards.base import AnswerReward
+from ratchet.rewards.code.extract_program import program_of, right_output
+from ratchet.rewards.code.function_tests import LIMITED, FunctionJudge, FunctionTask
+from ratchet.rewards.config import CodeConfig
+from ratchet.sandbox import Isolation, Limits, Result, Sandbox
+from ratchet.types import Scored, Task
+from ratchet.utils.safe_read import parse_json
+
+ENDS = ("passed", "wrong", "crashed", "limit")
+FUNCTION_COLUMNS = ("prompt", "entry_point", "test")
+WALL_PER_CPU = 3  # a busy machine must not make a right program late
+
+
+class Code(AnswerReward):
+    """Reads `tests` ([{"stdin", "stdout"}]), or HumanEval's `prompt`, `entry_point` and `test`, from the task's `meta`, or
+    from its answer where that is such a row. The parts are the shares of the tests by how they ended; those that were not
+    run, after one that failed with credit "all", are in none."""
+
+    name = "code"
+    bounds = (0.0, 1.0)
+
+    def __init__(self, config: CodeConfig) -> None:
+        """Raises SandboxError where the sandbox isolates programs less than `isolation` says."""
+        self.config = config
+        isolation = Isolation[config.isolation.upper()]
+        self.sandbox: Sandbox = construct(config.sandbox, slots=config.workers, at_least=isolation)
+        self.limits = Limits(
+            wall_s=WALL_PER_CPU * config.timeout_s,
+            cpu_s=config.timeout_s,
+            memory_mib=config.memory_mib,
+            output_kib=config.output_kib,
+        )
+        self._functions = FunctionJudge(self.sandbox, self.limits, share=config.credit == "share")
+
+    async def grade(self, text: str, task: Task) -> Scored:
+        """A program's own crash, limit or wrong output is 0. Raises DataError where the task has no tests or broken ones,
+        SandboxError where the sandbox failed."""
+        row = given_tests(task)
+        tests = row if isinstance(row, FunctionTask) else io_tests(row["tests"], task.id)
+        program = program_of(text, self.config.blocks, require_block=self.config.require_block)
+        if program is None:
+            return self._scored({"wrong": 1}, 1)
+        if isinstance(tests, FunctionTask):
+            verdict = await self._functions.judge(program, tests)
+            if self.config.credit == "share" and verdict.end != "passed":
+                return self._scored({"passed": verdict.held, verdict.end: verdict.broken}, verdict.held + verdict.broken)
+            return self._scored({verdict.end: 1}, 1)
+        return await self._run(program, tests)
+
+    async def _run(self, program: str, tests: Sequence[tuple[bytes, str]]) -> Scored:
+        counts: dict[str, int] = {}
+        for stdin, expected in tests:
+            end = self._end(await self.sandbox.run(program, stdin, self.limits), expected)
+            counts[end] = counts.get(end, 0) + 1
+            if end != "passed" and self.config.credit == "all":
+                break
+        return self._scored(counts, len(tests))
+
+    def _end(self, result: Result, expected: str) -> str:
+        if result.reason in LIMITED:
+            return "limit"
+        if not result.ok:
+            return "crashed"
+        return "passed" if right_output(result, expected, self.config.compare, self.config.tolerance) else "wrong"
+
+    def _scored(self, counts: Mapping[str, int], total: int) -> Scored:
+        parts = {end: counts.get(end, 0) / total for end in ENDS}
+        return Scored(parts["passed"] if self.config.credit == "share" else float(counts.get("passed", 0) == total), parts)
+
+
+def given_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
+    """Raises DataError for a task without tests."""
+    for row in (task.meta, _row(task.answer)):
+        if "tests" in row:
+            return row
+        if "test" in row or "entry_point" in row:
+            values = {name: row.get(name) for name in FUNCTION_COLUMNS}
+            for name, value in values.items():
+                if not isinstance(value, str):
+                    raise DataError(f"task '{task.id}' has tests of a function, and its {name} is {value!r}: it must be text")
+            return FunctionTask(**values, label=task.id)  # pyright: ignore[reportArgumentType]
+    raise DataError(
+        f"task '{task.id}' has no tests, in its meta or its answer: give it tests=[{{stdin, stdout}}], "
+        f"or {', '.join(FUNCTION_COLUMNS)}"
+    )
+
+
+def io_tests(given: Any, label: str) -> list[tuple[bytes, str]]:
+    """[(stdin, expected stdout)]. Raises DataError."""
+    given = _parsed(given)
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise DataError(f"task '{label}': tests must be a list of {{stdin, stdout}} with at least one, not {given!r:.100}")
+    found: list[tuple[bytes, str]] = []
+    for index, test in enumerate(given):
+        values = (test.get("stdin", ""), test.get("stdout")) if isinstance(test, Mapping) else (None, None)
+        if not all(isinstance(value, str) for value in values):
+            raise DataError(f"task '{label}', tests[{index}] must have the texts stdin and stdout, not {test!r:.100}")
+        found.append((str(values[0]).encode("utf-8", "surrogatepass"), str(values[1])))
+    return found
+
+
+def _row(answer: Any) -> Mapping[str, Any]:
+    answer = _parsed(answer)
+    return answer if isinstance(answer, Mapping) else {}
+
+
+def _parsed(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return parse_json(value)
+        except ValueError:
+            return None
+    return value

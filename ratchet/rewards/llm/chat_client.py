@@ -1,0 +1,123 @@
+"""A language model as judge: questions to an OpenAI-compatible endpoint, each asked once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+from ratchet.errors import DataError
+from ratchet.rewards.base import answer_text
+from ratchet.rewards.config import ChatJudgeConfig
+from ratchet.rewards.llm.http_client import Endpoint
+from ratchet.types import Task, Trajectory
+
+REMEMBERED = 100_000  # replies
+
+
+class Replies:
+    """What was answered, by the hash of the whole request: in memory, and in `directory` beyond the run."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    def get(self, key: str) -> str | None:
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        if self.directory is not None:
+            try:
+                return self._path(key).read_text(encoding="utf-8")
+            except FileNotFoundError:
+                return None
+        return None
+
+    def put(self, key: str, reply: str) -> None:
+        self._known[key] = reply
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        if self.directory is not None:
+            path = self._path(key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", newline="", delete=False) as file:
+                file.write(reply)
+            os.replace(file.name, path)  # another run may write the same
+
+    def _path(self, key: str) -> Path:
+        assert self.directory is not None
+        return self.directory / key[:2] / f"{key}.txt"
+
+
+class ChatJudge:
+    """Puts one question at a time to a model. Equal questions are one request, also while it is under way."""
+
+    def __init__(self, config: ChatJudgeConfig) -> None:
+        self.config = config
+        self._endpoint = Endpoint(f"{config.url.rstrip('/')}/chat/completions", config)
+        self._replies = Replies(config.cache)
+        self._asked: dict[str, asyncio.Future[str]] = {}
+
+    async def ask(self, question: str) -> str:
+        """The model's reply. Raises EndpointError, or DataError for an answer without one."""
+        config = self.config
+        body = {
+            "model": config.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+            **config.extra_body,
+        }
+        key = hashlib.sha256(json.dumps([self._endpoint.url, body], sort_keys=True).encode()).hexdigest()
+        known = self._replies.get(key)
+        if known is not None:
+            return known
+        asked = self._asked.get(key)
+        if asked is None or asked.get_loop() is not asyncio.get_running_loop():
+            asked = self._asked[key] = asyncio.ensure_future(self._fetch(key, body))
+            asked.add_done_callback(lambda _: self._asked.pop(key, None))
+        return await asyncio.shield(asked)  # one that gives up does not take the others along
+
+    async def _fetch(self, key: str, body: Mapping[str, object]) -> str:
+        answer = await self._endpoint.post(body)
+        try:
+            reply = answer["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):
+            reply = None
+        if not isinstance(reply, str) or not reply.strip():
+            raise DataError(f"{self._endpoint.url} answered without a message: {json.dumps(answer)[:300]}")
+        self._replies.put(key, reply)
+        return reply
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """Every {name} replaced at once: a value that holds one of the names stays as it is."""
+    names = "|".join(re.escape(name) for name in values)
+    return re.sub(rf"\{{({names})\}}", lambda match: values[match[1]], template)
+
+
+def request_text(task: Task, trajectory: Trajectory) -> str:
+    """What was asked: the one message, or a conversation up to the judged answer, each turn under its role."""
+    messages = trajectory.messages
+    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=len(messages))
+    before = messages[:last] or task.messages
+    if len(before) == 1:
+        return before[0].text
+    return "\n\n".join(f"[{message.role}]\n{message.text}" for message in before)
+
+
+def reference_block(task: Task) -> str:
+    return "" if task.answer is None else f"<reference>\n{task.answer}\n</reference>\n"
+
+
+def checked_answer(trajectory: Trajectory, most_chars: int) -> str:
+    """The text of the answer, its middle left out where it is longer than a judge should read."""
+    text = answer_text(trajectory)
+    half = most_chars // 2
+    return text if len(text) <= most_chars else f"{text[:half]}\n[...]\n{text[-half:]}"

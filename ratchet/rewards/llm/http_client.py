@@ -1,0 +1,118 @@
+"""Asking another process over HTTP: JSON out, JSON in, with retries, a pace and a bound on what runs at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from ratchet.errors import MissingDependency, RatchetError
+from ratchet.rewards.config import EndpointConfig
+from ratchet.utils.credentials import credential
+
+TOO_EARLY_OR_BUSY = (408, 425, 429)  # beside all of 500 and above: worth another try
+MAX_WAIT_S = 60.0
+EXCERPT = 200
+
+
+class EndpointError(RatchetError):
+    """Nothing usable came back, after all tries. status: with which the endpoint refused; None where it did not."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Pace:
+    """Starts at most so many requests a minute, evenly: a burst at the start of each minute would be refused by many."""
+
+    def __init__(self, per_minute: float | None) -> None:
+        self.interval_s = 60.0 / per_minute if per_minute else 0.0
+        self._next = 0.0
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until the request may start that asks at `now`; the turn is taken."""
+        start = max(now, self._next)
+        self._next = start + self.interval_s
+        return start - now
+
+
+class _Again(Exception):
+    """A try failed in a way that may pass. after_s: what the server asks for."""
+
+    def __init__(self, why: str, after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+
+
+class Endpoint:
+    """One address. A client is made for each request: rewards live longer than the event loops that they are called from, and
+    what is asked takes far longer than a connection."""
+
+    def __init__(self, url: str, config: EndpointConfig) -> None:
+        """Raises ConfigError where the named environment variable is not set, MissingDependency without httpx."""
+        try:
+            import httpx
+        except ImportError:
+            raise MissingDependency("httpx", extra="envs", needed_for="asking over HTTP") from None
+        self._httpx, self.url, self.config = httpx, url, config
+        self._headers = {"content-type": "application/json"}
+        if config.api_key_env is not None:
+            self._headers["authorization"] = f"Bearer {credential(config.api_key_env)}"
+        # Reading the certificates takes 20 ms: once.
+        self._verify = httpx.create_ssl_context() if url.startswith("https") else False
+        self._pace = Pace(config.requests_per_minute)
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def post(self, body: Any) -> Any:
+        """The JSON that the endpoint answers. Raises EndpointError."""
+        content, tries = json.dumps(body, ensure_ascii=True).encode("ascii"), self.config.retries + 1
+        wait_s, why = 0.0, ""
+        for number in range(tries):
+            await asyncio.sleep(wait_s)
+            try:
+                return await self._once(content)
+            except _Again as failure:
+                wait_s = min(MAX_WAIT_S, max(self.config.backoff_s * 2**number, failure.after_s))
+                why = str(failure)
+        raise EndpointError(f"{self.url} gave nothing usable in {tries} tries, the last: {why}")
+
+    async def _once(self, content: bytes) -> Any:
+        async with self._turn():
+            await asyncio.sleep(self._pace.wait_s(time.monotonic()))
+            try:
+                # httpx counts from one packet to the next: a server that dribbles would never be late
+                async with asyncio.timeout(self.config.timeout_s), self._client() as client:
+                    answer = await client.post(self.url, content=content)
+            except TimeoutError:
+                raise _Again(f"no answer within {self.config.timeout_s:g} s") from None
+            except self._httpx.TransportError as error:
+                raise _Again(f"{type(error).__name__}: {error}") from None
+        status = answer.status_code
+        if status in TOO_EARLY_OR_BUSY or status >= 500:
+            raise _Again(f"status {status}: {answer.text[:EXCERPT]}", _seconds(answer.headers.get("retry-after")))
+        if status != 200:
+            raise EndpointError(f"{self.url} refused with status {status}: {answer.text[:EXCERPT]}", status)
+        try:
+            return answer.json()
+        except ValueError:  # a page of some proxy, or an answer that was cut
+            raise _Again(f"no JSON: {answer.text[:EXCERPT]!r}") from None
+
+    def _client(self) -> Any:
+        return self._httpx.AsyncClient(verify=self._verify, timeout=None, headers=self._headers)
+
+    def _turn(self) -> asyncio.Semaphore:
+        """Of the running loop: one that waits belongs to the loop that it first waited in."""
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:
+            self._turns = (loop, asyncio.Semaphore(self.config.concurrency))
+        return self._turns[1]
+
+
+def _seconds(header: str | None) -> float:
+    """Of a Retry-After; 0 where it is absent or a date."""
+    try:
+        return max(0.0, float(header or 0.0))
+    except ValueError:
+        return 0.0

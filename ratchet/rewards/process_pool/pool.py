@@ -1,0 +1,166 @@
+"""Judging that may never end (computer algebra, a user's regular expression) in processes that can be killed.
+
+A thread can't be stopped, and Python's own `re` holds the interpreter's lock while it backtracks: in the driver one hostile
+answer would stall every rollout. A call here has a bound on processor time and memory; a worker that passes it dies alone and
+is replaced. The bound counts processor time, so that a loaded machine doesn't turn right answers into wrong ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ratchet.errors import RatchetError
+from ratchet.observe.exit_status import ended_how
+from ratchet.observe.stall_report import waiting
+
+START_S = 120.0  # wall time for imports, on a machine that does much else
+CALLS_PER_WORKER = 2000  # caches of a computer algebra system grow with what it is asked
+BOOTSTRAP = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from ratchet.rewards.process_pool.worker_main import main; main"
+)
+
+
+class OutOfTime(RatchetError):
+    """The call took more processor time than it may."""
+
+
+class WorkerError(RatchetError):
+    """The function raised, or its process died twice; the message holds the traceback or says how."""
+
+
+class Workers:
+    """Calls `function` ("module:name"; JSON in, JSON out) in at most `size` processes, started when they are needed.
+
+    They see no environment variables, and end with this object or with this process, whichever comes first.
+    """
+
+    def __init__(self, function: str, *, cpu_s: float, memory_mib: int = 2048, size: int = 2) -> None:
+        self.function, self.cpu_s, self.memory_mib = function, cpu_s, memory_mib
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="reward-worker")
+        self._idle: list[_Worker] = []
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._idle)
+
+    async def call(self, *arguments: Any) -> Any:
+        """Raises OutOfTime or WorkerError."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, arguments)
+
+    def _call(self, arguments: tuple[Any, ...]) -> Any:
+        request = json.dumps(arguments) + "\n"
+        for last in (False, True):  # a worker may be killed by somebody else: that is worth one more
+            worker = self._take()
+            try:
+                with waiting("rewards", self.function, "reward workers", worker.wall_s):
+                    answer = worker.ask(request)
+            except _Died as death:
+                worker.kill()
+                if death.by == signal.SIGPROF:
+                    raise OutOfTime(f"{self.function} took more than {self.cpu_s:g} s of processor time") from None
+                if last:
+                    raise WorkerError(f"the process of {self.function} died ({death})") from None
+                continue
+            self._give_back(worker)
+            if "error" in answer:
+                raise WorkerError(f"{self.function} raised:\n{answer['error']}")
+            return answer["value"]
+        raise AssertionError("unreachable")
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Worker(self.function, self.cpu_s, self.memory_mib)
+
+    def _give_back(self, worker: _Worker) -> None:
+        if worker.calls >= CALLS_PER_WORKER:
+            worker.kill()
+            return
+        with self._lock:
+            self._idle.append(worker)
+
+
+class _Died(Exception):
+    def __init__(self, why: str, by: int = 0) -> None:
+        super().__init__(why)
+        self.by = by
+
+
+class _Worker:
+    def __init__(self, function: str, cpu_s: float, memory_mib: int) -> None:
+        self.calls = 0
+        # The bound on processor time is the worker's own; this one catches what waits, or is starved for very long.
+        self.wall_s = 30.0 + 20.0 * cpu_s
+        code = f"{BOOTSTRAP}({function!r}, {cpu_s!r}, {memory_mib!r})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PYTHONHASHSEED": "0"},  # sets of symbols are walked in one order, whatever the run
+            start_new_session=True,  # Ctrl-C is for the driver
+        )
+        self._rest = b""
+        try:
+            self._receive(START_S)
+        except _Died as death:
+            self.kill()
+            raise WorkerError(f"the process of {function} did not start ({death})") from None
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Raises _Died."""
+        assert self.process.stdin is not None
+        self.calls += 1
+        try:
+            self.process.stdin.write(request.encode("ascii"))
+            self.process.stdin.flush()
+        except OSError:
+            raise self._death() from None
+        return json.loads(self._receive(self.wall_s))
+
+    def _receive(self, limit_s: float) -> bytes:
+        assert self.process.stdout is not None
+        pipe = self.process.stdout.fileno()
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        end = time.monotonic() + limit_s
+        while b"\n" not in self._rest:
+            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                raise _Died(f"no answer within {limit_s:.0f} s")
+            piece = self.process.stdout.read1(2**16)  # pyright: ignore[reportAttributeAccessIssue]
+            if not piece:
+                raise self._death()
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def _death(self) -> _Died:
+        try:
+            code = self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            return _Died("it closed its pipes")
+        return _Died(ended_how(code)[0], by=-code)
+
+    def kill(self) -> None:
+        self.process.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:  # what was not yet written to a dead process
+                continue
+        self.process.wait()
+
+
+def _close(idle: list[_Worker]) -> None:
+    while idle:
+        idle.pop().kill()

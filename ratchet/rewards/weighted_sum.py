@@ -1,0 +1,73 @@
+"""Several rewards as one: their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import construct
+from ratchet.errors import ConfigError
+from ratchet.protocols import Reward, Votes
+from ratchet.rewards.base import as_reward, voter
+from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
+
+
+class WeightedSum:
+    """`sum(weights[name] * reward[name])`. The parts logged are the unweighted rewards by name, and their own named parts
+    as "name/part". An attempt that one of them fails is failed: a sum that lacks a summand would be another reward.
+    """
+
+    def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
+        """Raises ConfigError where the two do not name the same rewards."""
+        if not rewards or set(rewards) != set(weights):
+            raise ConfigError(f"rewards {sorted(rewards)} and weights {sorted(weights)} must name the same, at least one")
+        self.rewards, self.weights = dict(rewards), dict(weights)
+
+    @property
+    def together(self) -> bool:
+        return any(getattr(reward, "together", True) for reward in self.rewards.values())
+
+    def voter(self, task: Task) -> Votes | None:
+        """The first that can tell answers apart."""
+        return next((found for reward in self.rewards.values() if (found := voter(reward, task))), None)
+
+    async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
+        asked = [reward.score(trajectories, task) for reward in self.rewards.values()]
+        columns = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        return [self._sum(row) for row in zip(*columns, strict=True)]
+
+    def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
+        """outcomes: one of each reward, in their order."""
+        total: float | None = 0.0
+        cut = False
+        parts: dict[str, float] = {}
+        for name, outcome in zip(self.rewards, outcomes, strict=True):
+            if isinstance(outcome, Failed):
+                return Failed(outcome.kind, f"reward '{name}': {outcome.detail}")
+            if isinstance(outcome, Cancelled | Unjudged):
+                return outcome
+            cut = cut or isinstance(outcome, Truncated)
+            if outcome.reward is None:  # nobody could judge a part of this unfinished attempt, so nobody can the whole
+                total = None
+                continue
+            if not math.isfinite(outcome.reward):
+                return Failed("reward", f"reward '{name}' is {outcome.reward}: it must be finite")
+            total = None if total is None else total + self.weights[name] * outcome.reward
+            parts[name] = outcome.reward
+            for part, value in outcome.parts.items():
+                if part != name:
+                    parts[f"{name}/{part}"] = value
+        return Truncated(total, parts) if cut or total is None else Scored(total, parts)
+
+
+def composed(sections: Sequence[Section]) -> WeightedSum:
+    """The sum of the rewards that sections of a recipe describe, each under its kind's name (a path's last word) and times
+    its `weight`. Raises ConfigError where two share a name, or none is given."""
+    names = [str(getattr(section, "kind", "")).rpartition(":")[2] for section in sections]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it once")
+    named = dict(zip(names, sections, strict=True))
+    made = {name: as_reward(construct(section), name) for name, section in named.items()}
+    return WeightedSum(made, {name: getattr(section, "weight", 1.0) for name, section in named.items()})

@@ -1,0 +1,246 @@
+"""The directory that a run lives in: where its files lie, who may write there, and which recipe it belongs to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ratchet.config.yaml_tree import read_file, write_text
+from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.observe.write_files import open_plain, replace_text
+from ratchet.utils import failpoints
+from ratchet.utils.safe_read import read_json
+
+log = logging.getLogger(__name__)
+
+MODEL = "model"  # the trained model, as a Hugging Face directory
+ADAPTER = "adapter"  # what a stage with `lora` trained, as peft reads it
+AVERAGE = "model-ema"  # the running average of the weights, if there is one
+MAX_NAMED = 8  # differing keys that a message lists
+
+
+class RunDirectory:
+    """The layout alone: making one touches nothing, so that it serves readers too. A run writes inside `locked()`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"  # resolved: what resume and replay read
+        self.plan = path / "plan.json"  # what was predicted of the run, where it was
+        self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.steps = path / "steps"  # the recorder's
+        self.checkpoints = path / "checkpoints"
+        self.evals = path / "evals"  # what was found, by stage and step
+        self.log = path / "run.log"
+        self.summary = path / "summary.json"
+        self.provenance = path / "provenance.json"
+        self.curve = path / "curve.svg"
+        self.profile = path / "profile"
+        self.trace = path / "trace.json"  # when each part of a step ran
+        self.sentinels = path / "sentinels"  # evidence of alarms
+        self.status = path / ".status"  # where the process of a run that is under way answers
+        self._lock = path / ".lock"
+        # Descriptors of the directory and its lock while this process holds it.
+        self._directory_fd = self._lock_fd = -1
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Creates the directory, and holds it for this process alone inside the block.
+
+        The lock is the operating system's, on a file that says who holds it: it ends with the process however that ends,
+        so what a killed run left is simply taken over. Raises RunDirectoryError when the directory can't be created or
+        written, or when another run is in it.
+        """
+        self._lock_fd = self._open_lock()
+        try:
+            self._directory_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self._take_lock(self._lock_fd)
+                failpoints.point("run.locked")
+                try:
+                    yield
+                finally:
+                    os.ftruncate(self._lock_fd, 0)  # not unlinked: another run may have just opened it
+            finally:
+                os.close(self._directory_fd)
+        finally:
+            os.close(self._lock_fd)
+            self._directory_fd = self._lock_fd = -1
+
+    def verify(self, config: Mapping[str, Any]) -> None:
+        """Check that the path is still the directory that `locked` took, and restore a lost lock or recipe.
+
+        A run calls it after every step and before every save, so that it never writes into a directory
+        that was deleted, moved away or taken by another run.
+
+        Args:
+            config: The resolved recipe as plain values, written again if `config.yaml` was deleted.
+
+        Raises:
+            RunDirectoryError: The path is gone or is another directory, another process locked it, or a
+            lost file can't be restored.
+        """
+        if not _is_same_file(self.path, self._directory_fd):
+            raise RunDirectoryError(
+                f"{self.path} was deleted, moved or replaced while this run was in it, so the run stops "
+                "and writes nothing there. Put the directory back and use --resume, or choose another --run-dir"
+            )
+        if not _is_same_file(self._lock, self._lock_fd):
+            lock_fd = self._open_lock()
+            try:
+                self._take_lock(lock_fd)
+            except RunDirectoryError:
+                os.close(lock_fd)
+                raise
+            os.close(self._lock_fd)
+            self._lock_fd = lock_fd
+            log.warning("%s was deleted under its run and is taken again", self._lock)
+        if not self.config.is_file():
+            self._write_config(config)
+            log.warning("%s was deleted under its run and is written again", self.config)
+
+    def settle(self, config: Mapping[str, Any]) -> None:
+        """Writes the resolved recipe (plain JSON-like values) into a new directory; in a used one, it must be the same.
+
+        Raises RunDirectoryError naming the keys that differ.
+        """
+        if not self.used:
+            self._write_config(config)
+            return
+        if changed := _changed(self.read_config(), config):
+            raise RunDirectoryError(
+                f"{self.path} belongs to a run with another recipe; different: {changed}. "
+                "Give this run another --run-dir, or resume with the same recipe"
+            )
+
+    def expect(self, recipe: Mapping[str, Any]) -> None:
+        """That what is here is of this recipe, as it was written: a run, or a plan of one. Raises RunDirectoryError naming the
+        keys that differ."""
+        try:
+            planned = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunDirectoryError(f"{self.plan} is no plan: {error!r}; remove it") from error
+        begun = self.read_config() if self.used else recipe
+        for what, there in (("run", begun), ("plan", planned)):
+            if changed := _changed(there, recipe):
+                raise RunDirectoryError(
+                    f"{self.path} has the {what} of another recipe; different: {changed}. Choose another --run-dir, or "
+                    + (f"plan {self.config}" if what == "run" else f"remove {self.plan}")
+                )
+
+    @property
+    def used(self) -> bool:
+        """Whether a run has been here."""
+        return self.config.exists()
+
+    @property
+    def held(self) -> bool:
+        """Whether a process runs here."""
+        try:
+            descriptor = open_plain(self._lock, os.O_RDONLY)
+        except OSError:  # absent, or no lock of a run
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved recipe. Raises RunDirectoryError where there is none, or it is damaged."""
+        try:
+            return read_file(self.config)[0].plain()
+        except ConfigError as error:
+            raise RunDirectoryError(f"{self.path} holds no readable config.yaml, so it is no run directory: {error}") from error
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        try:
+            replace_text(self.config, write_text(dict(config)))
+        except OSError as error:
+            raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
+
+    def _open_lock(self) -> int:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = open_plain(self._lock, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the run directory {self.path} can't be used: {error}; choose another --run-dir"
+            ) from error
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            os.close(descriptor)
+            raise RunDirectoryError(f"the run directory {self.path} is read-only; choose another --run-dir")
+        return descriptor
+
+    def _take_lock(self, descriptor: int) -> None:
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(me).encode(), 0)
+        except BlockingIOError as error:
+            holder = _describe_holder(os.pread(descriptor, 4096, 0))
+            raise RunDirectoryError(
+                f"{self.path} is in use by {holder}: wait for it, end it, or choose another --run-dir"
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(f"{self.path} can't be locked: {error}; choose another --run-dir") from error
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Return True if `path` names the file or directory that `descriptor` has open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:  # absent, a loop of links, or below what is no directory any more
+        return False
+
+
+def _describe_holder(content: bytes) -> str:
+    try:
+        holder = json.loads(content)
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (ValueError, KeyError, TypeError):  # it has the lock, and has not yet said who it is
+        return "another process"
+
+
+def _changed(before: Any, now: Any) -> str:
+    """The first differences, or nothing."""
+    changed = differences(before, now)
+    more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+    return "; ".join(changed[:MAX_NAMED]) + more
+
+
+def differences(before: Any, now: Any, where: str = "") -> list[str]:
+    """The leaves in which two nested configurations differ, as `path: before -> now`."""
+    pairs: list[tuple[Any, Any, Any]]
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = dict.fromkeys([*before, *now])
+        pairs = [(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys]
+    elif _is_list(before) and _is_list(now) and len(before) == len(now):
+        pairs = [(index, *items) for index, items in enumerate(zip(before, now, strict=True))]
+    else:
+        return [] if before == now and type(before) is type(now) else [f"{where}: {before!r} -> {now!r}"]
+    return [line for key, a, b in pairs for line in differences(a, b, f"{where}.{key}" if where else str(key))]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()

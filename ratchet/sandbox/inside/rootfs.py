@@ -1,0 +1,75 @@
+"""Namespaces of our own and, in them, a root directory that holds a Python, the system's libraries and nothing else."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from . import syscalls
+from .syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
+
+BOX = "/box"  # the scratch directory; /tmp points to it
+DEVICES = ("null", "zero", "random", "urandom")
+# Debian's awk is a link into the last of them, which holds nothing but links.
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
+STAGE = "/proc"  # where the new root is put together: always a directory, and never one of its sources
+INNER_UID = 1000
+SPACES = syscalls.NEWNS | syscalls.NEWPID | syscalls.NEWNET | syscalls.NEWIPC | syscalls.NEWUTS
+
+
+def enter() -> None:
+    """Raises OSError where any step is refused: half a sandbox is none. The next process forked is the first one inside."""
+    if syscalls.capable(syscalls.CAP_SYS_ADMIN):
+        syscalls.unshare(SPACES)
+    else:
+        uid, gid = os.getuid(), os.getgid()
+        syscalls.unshare(SPACES | syscalls.NEWUSER)
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{INNER_UID} {uid} 1"), ("gid_map", f"{INNER_UID} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(line)
+    syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)
+    socket.sethostname("sandbox")
+
+
+def build(sources: list[str]) -> int | None:
+    """By the first process inside. Returns a /proc of our processes, or None where a container hides parts of /proc."""
+    try:
+        proc = syscalls.detached_proc()  # now: an unprivileged user may mount one only while another is in sight
+    except OSError:
+        proc = None
+    syscalls.mount("root", STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in sources:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), STAGE + path)
+        elif os.path.isdir(path):
+            os.makedirs(STAGE + path, exist_ok=True)
+            syscalls.mount(path, STAGE + path, None, MS_BIND | MS_REC)
+            syscalls.make_read_only(STAGE + path, recursive=True)
+    os.makedirs(STAGE + "/dev", exist_ok=True)
+    for device in DEVICES:
+        target = f"{STAGE}/dev/{device}"
+        open(target, "w").close()
+        syscalls.mount(f"/dev/{device}", target, None, MS_BIND)
+    os.mkdir(STAGE + BOX)
+    if not os.path.lexists(STAGE + "/tmp"):  # unless the interpreter itself lies there
+        os.symlink(BOX, STAGE + "/tmp")
+    os.chdir(STAGE)
+    syscalls.pivot_root()
+    syscalls.make_read_only("/", recursive=False)
+    return proc
+
+
+def fresh_box(disk_mib: int, owner: int) -> None:
+    """Mount an empty scratch directory, and enter it.
+
+    owner: uid of the program, since git works in directories of its own alone; 0 where it is ours.
+    """
+    owned = f",uid={owner},gid={owner}" if owner else ""
+    options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owned}"
+    syscalls.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    os.chdir(BOX)
+
+
+def discard_box() -> None:
+    os.chdir("/")
+    syscalls.unmount(BOX)

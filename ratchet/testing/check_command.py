@@ -1,0 +1,118 @@
+"""The kits for what a path names, `my_pkg.my_mod:Thing`: an algorithm, an environment or a reward. Findings as a table."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ratchet.algorithms.base import Algorithm
+from ratchet.algorithms.properties import page
+from ratchet.config.base import Section
+from ratchet.config.from_words import section_from_words
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import construct, imported, resolve
+from ratchet.errors import ConfigError
+from ratchet.rewards.base import as_reward
+from ratchet.testing.algorithms import Finding, examine
+from ratchet.testing.environments import DEADLINE_S, environment_points
+from ratchet.testing.harness import Calls, supervised
+from ratchet.testing.rewards import SAMPLE, reward_points
+
+WIDTH = 128
+# What the built-in algorithms without a complete default need; nothing is loaded from the paths.
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "dr_grpo": {"fixed_length": 6},
+    "on_policy_distillation": {"teacher": "path/of/a/model"},
+    "distill_off_policy": {"teacher": "path/of/a/model"},
+    "distill_on_policy": {"teacher": "path/of/a/model"},
+}
+
+
+def built_in(kind: str, **keys: Any) -> Algorithm:
+    """A built-in algorithm with its defaults, but for some keys."""
+    return construct(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **keys}))
+
+
+def properties_page() -> str:
+    """docs/algorithms/properties.md"""
+    return page({kind: built_in(kind).exempt for kind in KINDS["algorithm"]})
+
+
+def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
+    """(the table, whether everything holds that should)"""
+    slot = _slot(imported(path))
+    if slot != "algorithm":
+        return _pointwise(path, slot, overrides)
+    algorithm = named(path, overrides)
+    findings = examine(algorithm)
+    return table(algorithm, findings), all(finding.verdict != "fails" for finding in findings)
+
+
+def _slot(target: object) -> str:
+    """What it is, by its methods; a function of (trajectory, task, ...) is a reward."""
+    made = target
+    if inspect.isclass(target) and issubclass(target, Section) and target.builds:
+        made = imported(target.builds)
+    if all(hasattr(made, method) for method in ("tasks", "reset", "step")):
+        return "environment"
+    if hasattr(made, "score") or hasattr(made, "judge"):
+        return "rewards"
+    if inspect.isfunction(made) and list(inspect.signature(made).parameters)[1:2] == ["task"]:
+        return "rewards"
+    return "algorithm"
+
+
+def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
+    target = imported(path)
+    ready = not callable(target)  # an instance, complete as it stands
+    made = target if ready else construct(section_from_words(slot, path, overrides))
+    points: Mapping[str, Callable[[Calls], None]]
+    points = environment_points(made) if slot == "environment" else reward_points(as_reward(made), SAMPLE)
+    width = max(len(name) for name in points)
+    lines, broken = [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""], ""
+    for name, check in points.items():
+        if broken:
+            lines.append(f"  {name:<{width}}  n/a    after what fails")
+            continue
+        try:
+            supervised(check, DEADLINE_S)
+        except Exception as error:  # anybody's code: what it raises is the finding
+            broken = f"{error}" if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        head = f"  {name:<{width}}  {'fails' if broken else 'holds'}"
+        lines += textwrap.wrap(f"{head}  {broken}".rstrip(), WIDTH, subsequent_indent=" " * (width + 11))
+    return "\n".join(lines), not broken
+
+
+def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
+    """The algorithm itself, or what the section, the class or the function makes, with `overrides` ("group_size=4") as its
+    keys. Raises ConfigError where there is none."""
+    target = imported(path)
+    if isinstance(target, Algorithm):
+        if overrides:
+            raise ConfigError(f"'{path}' is an Algorithm, complete as it stands: override keys of a section or a function")
+        return target
+    if not callable(target):
+        raise ConfigError(
+            f"'{path}' is {_article(target)}: name an Algorithm, a section, or a function that makes an Algorithm"
+        )
+    made = construct(section_from_words("algorithm", path, overrides))
+    if not isinstance(made, Algorithm):
+        raise ConfigError(f"'{path}' makes {_article(made)}, not an Algorithm")
+    return made
+
+
+def table(algorithm: Algorithm, findings: Sequence[Finding]) -> str:
+    """A line for each finding, what is wrong or why it is exempt beside it."""
+    width = max(len(finding.name) for finding in findings)
+    lines = [f"{algorithm.name}: {algorithm.source}, micro-batches by {algorithm.unit}", ""]
+    for finding in findings:
+        head = f"  {finding.name:<{width}}  {finding.verdict:<6}"
+        lines += textwrap.wrap(f"{head}  {finding.note}".rstrip(), WIDTH, subsequent_indent=" " * (len(head) + 2))
+    return "\n".join(lines)
+
+
+def _article(found: object) -> str:
+    name = type(found).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,348 @@
+"""The composition root: from configuration, or from parts given in Python, to a `Run`. Nothing else knows all the layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ratchet.algorithms.base import Algorithm
+from ratchet.config.experience import RolloutsConfig
+from ratchet.config.resolve import resolve
+from ratchet.data.chat.renderer import Renderer
+from ratchet.errors import ConfigError, DataError, MissingDependency
+from ratchet.evals.early_stopping import Patience
+from ratchet.evals.evaluator import Evaluator
+from ratchet.evals.pair_evaluator import PairEvaluator
+from ratchet.evals.score_evaluator import ScoreEvaluator
+from ratchet.experience.async_rollouts.concurrency import Concurrency
+from ratchet.experience.async_rollouts.prefetch import Prefetch, teaches
+from ratchet.experience.async_rollouts.resumable_generator import Interruptible
+from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler, at_once
+from ratchet.experience.async_rollouts.tail_batching import Cuttable, TailBatching
+from ratchet.experience.checks.logprob_parity import Ends, ParityGate
+from ratchet.experience.checks.reward_hacking import Probes
+from ratchet.experience.openai_proxy.agents import Agent
+from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.manager import Plays, PlaysGroups, RolloutManager
+from ratchet.experience.rollout.remote_manager import Elsewhere
+from ratchet.experience.seeds import seed_for
+from ratchet.experience.sources.batcher import Batcher
+from ratchet.experience.sources.curriculum import Curriculum
+from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer
+from ratchet.experience.sources.prompt_ledger import Ledger
+from ratchet.experience.sources.replay_buffer import Replay
+from ratchet.experience.sources.rollouts import Rollouts, StreamSource
+from ratchet.experience.sources.tasks import TaskStream
+from ratchet.generators.workers.pool import Router
+from ratchet.learners.compute.token_outputs import SCALARS
+from ratchet.models.lora.decoder import Adapter, size_of
+from ratchet.models.policy import PolicyModel
+from ratchet.observe.metrics import MetricsManager
+from ratchet.protocols import Generator, Learner, Measures, OffersTools, Reward, Source
+from ratchet.training.colocation import take_turns
+from ratchet.training.generator_workers import link_of
+from ratchet.training.roles import check_routers, longest_row, make_roles
+from ratchet.training.run import Run
+from ratchet.training.stage import Arena, Plan, Policy
+from ratchet.types import Group, Sampling, Task
+from ratchet.weight_sync.factory import Between
+
+
+def make_run(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, *, ledger: Ledger | None = None, **around: Any
+) -> Run:
+    """The run of one stage in this process. ledger: of its groups. `around`: further fields of `Run` (observers, ...)."""
+    first = policy.generator.version if plan.first_step is None else plan.first_step
+    plan = replace(plan, sampling=policy.ends(plan.sampling))
+    check_routers(policy.model, policy.generator, algorithm, plan.learner)
+    roles = make_roles(
+        policy.model,
+        policy.tokenizer,
+        algorithm,
+        section=plan.learner,
+        optimizer=plan.optimizer,
+        steps=plan.steps,
+        ranks=policy.ranks,
+        spec=plan.algorithm,
+        adapter=plan.adapter,
+    )
+    trainer = policy.ranks or roles["policy"]
+    between = Between(trainer, policy.generator, directory=plan.directory, one_host=policy.one_host, adapter=plan.adapter)
+    metrics = MetricsManager()
+    link = link_of(plan.link or resolve("link", {}), between, metrics)
+    readable = longest_row(policy.model, roles)
+    if plan.colocated:
+        roles, generator, link = take_turns(roles, policy.generator, link)
+        policy = replace(policy, generator=generator)
+    playing = _around_generator(policy, plan.rollouts)
+    needed = algorithm.reads_reward
+    manager: PlaysGroups
+    if plan.played is None:
+        manager = make_manager(playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed)
+    else:
+        assert isinstance(policy.generator, Router), "the configuration lets no other play groups"
+        manager = Elsewhere(policy.generator, (plan.played, readable, needed))
+    source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
+    source.ledger = ledger or source.ledger
+    drawn = source
+    if isinstance(source, Rollouts):
+        judges = partial(teaches, by_parts=algorithm.reads_parts)
+        drawn = _scheduled(source, playing, arena, plan, judges, last_step=first + plan.steps)
+    evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
+    probes = _probes(policy, arena, plan)
+    return Run(
+        name=plan.name,
+        algorithm=algorithm,
+        roles=roles,
+        batcher=Batcher(drawn, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share),
+        link=link,
+        metrics=metrics,
+        parity=ParityGate(Ends.of(roles["policy"], policy.generator, link, policy.tokenizer), plan.parity),
+        probes=probes,
+        first_step=first,
+        last_step=first + plan.steps,
+        managers=(manager, *(evaluator.managers if evaluator else ()), *(probes.managers if probes else ())),
+        evaluator=evaluator,
+        environment_numbers=arena.environment.measure if isinstance(arena.environment, Measures) else None,
+        evaluate_every=plan.evaluation.every,
+        patience=Patience.of(plan.evaluation),
+        trainable=_trainable(policy.model, plan.adapter),
+        **around,
+    )
+
+
+def _scheduled(
+    rollouts: Rollouts, playing: Policy, arena: Arena, plan: Plan, judges: Callable[[Group], bool], *, last_step: int
+) -> Source:
+    """playing: the policy whose generator attempts ask. It must rest while the learner changes tensors that both read."""
+    settings, source = plan.rollouts, rollouts
+    if isinstance(playing.generator, Cuttable):
+        source = TailBatching(rollouts, playing.generator, more=settings.tail_batching, last_step=last_step)
+    if isinstance(playing.generator, Interruptible):
+        source = Prefetch(
+            rollouts,
+            _scheduler(settings, plan.batch_size, last_step),
+            playing.generator,
+            rests=playing.ranks is None and getattr(playing.generator, "shares_weights", False),
+            replayable=arena.environment.replayable and arena.agent is None,
+            teaches=judges if settings.dynamic_sampling else None,
+            tries=settings.max_replaced,
+        )
+    if settings.replay is not None:
+        source = Replay(source, settings.replay, ledger=rollouts.ledger, seed=seed_for(plan.seed, plan.name, "replay"))
+    return source
+
+
+def _around_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
+    """With what attempts ask in place of its generator."""
+    if settings.prefetches:
+        return replace(policy, generator=Interruptible(policy.generator))
+    return replace(policy, generator=Cuttable(policy.generator)) if settings.tail_batching else policy
+
+
+def _scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> GenerateScheduler:
+    adaptive, concurrency, bound = settings.adaptive, None, settings.max_staleness
+    if adaptive is not None:
+        most = at_once(per_step, bound)
+        concurrency = Concurrency(per_step=per_step, most=most, staleness=adaptive.staleness, mismatch=adaptive.mismatch)
+    return GenerateScheduler(
+        per_step=per_step, max_staleness=bound, last_step=last_step, order=settings.order, concurrency=concurrency
+    )
+
+
+def _trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, float]:
+    """How many parameters train, and their share of all; of a run without an adapter nothing."""
+    if adapter is None:
+        return {}
+    weights = dict(model.canonical_weights())
+    trains = size_of(weights, model.check_adapter(adapter.lora), adapter.lora.rank)
+    return {"trainable_parameters": trains, "trainable_share": trains / (trains + sum(w.numel() for w in weights.values()))}
+
+
+def make_manager(
+    policy: Policy,
+    arena: Arena,
+    reward: Reward | None,
+    rollouts: RolloutsConfig,
+    *,
+    max_context: int | None = None,
+    needs_reward: bool = True,
+) -> RolloutManager:
+    """max_context: tokens of an attempt; None: as many as the policy can read.
+
+    Raises ConfigError where the environment offers tools that nobody knows how the policy calls.
+    """
+    player = player_of(policy.generator, policy.renderer, arena.agent, rollouts, max_context or policy.model.max_positions)
+    return manager_of(player, policy.renderer, arena, reward, rollouts, needs_reward=needs_reward)
+
+
+def manager_of(
+    player: Plays,
+    renderer: Renderer,
+    arena: Arena,
+    reward: Reward | None,
+    rollouts: RolloutsConfig,
+    *,
+    needs_reward: bool,
+) -> RolloutManager:
+    """As `make_manager`, for who has a player."""
+    if isinstance(arena.environment, OffersTools):
+        _ = renderer.tool_format
+    return RolloutManager(
+        player,
+        arena.copies(),
+        reward,
+        needs_reward=needs_reward,
+        judge_timeout_s=rollouts.attempt_timeout_s,
+        retries=rollouts.retries,
+    )
+
+
+def player_of(
+    generator: Generator, renderer: Renderer, agent: Agent | None, rollouts: RolloutsConfig, max_context: int
+) -> Plays:
+    limits: dict[str, Any] = {
+        "max_context": max_context,
+        "max_turns": rollouts.max_turns,
+        "timeout_s": rollouts.attempt_timeout_s,
+    }
+    if agent is None:
+        return Player(generator, renderer, **limits)
+    try:
+        from ratchet.experience.openai_proxy.player import AgentPlayer  # it needs a web server
+    except ModuleNotFoundError as missing:
+        raise MissingDependency(str(missing.name), extra="proxy", needed_for="a stage with an agent") from missing
+    return AgentPlayer(agent, generator, renderer, **limits)
+
+
+def _probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:
+    if arena.second is None and arena.canaries is None:
+        return None
+    probes = Probes(plan.sentinels.every, plan.sentinels.sample, arena.second, sampling=plan.sampling)
+    if arena.canaries is not None:
+        own = Arena(arena.canaries, reward=arena.reward)
+        probes.manager = make_manager(policy, own, arena.reward, plan.rollouts)
+        probes.canaries = tuple(itertools.islice(arena.canaries.tasks("test", seed=plan.seed), probes.sample))
+    return probes
+
+
+def held_out(arena: Arena, plan: Plan) -> list[Task]:
+    count = plan.evaluation.tasks
+    return list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), count)) if count else []
+
+
+def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
+    """Makes the policy answer. None where the plan asks for no evaluation, or the environment holds no task out."""
+    settings = plan.evaluation
+    tasks = held_out(arena, plan)
+    if not tasks:
+        return None
+    manager = make_manager(policy, arena, arena.yardstick or arena.reward, plan.rollouts)
+    return Evaluator(
+        manager, tasks, evaluation_sampling(plan), samples=settings.samples, greedy=settings.greedy, passing=settings.passing
+    )
+
+
+def evaluation_sampling(plan: Plan) -> Sampling:
+    """Of the sampled attempts."""
+    settings = plan.evaluation
+    return replace(
+        plan.sampling,
+        temperature=plan.sampling.temperature if settings.temperature is None else settings.temperature,
+        max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
+        seed=seed_for(plan.seed, "evaluation"),
+    )
+
+
+def make_pair_evaluator(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
+) -> PairEvaluator | None:
+    """For answers that nobody judges: two given ones are compared. Raises ConfigError where the environment has no pairs."""
+    tasks = held_out(arena, plan)
+    if not tasks:
+        return None
+    pairs = _pairs(policy, arena, algorithm, plan)
+    try:
+        pairs.pair(tasks[0])
+    except DataError as error:
+        raise ConfigError(
+            f"evaluation compares held-out answers, and there are none to compare: {error}; set evaluation.tasks=0"
+        ) from error
+    return PairEvaluator(learner, pairs, tasks)
+
+
+def make_score_evaluator(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
+) -> ScoreEvaluator | None:
+    """For a model that is trained to score: its loss on held-out rows of the kind that it learns from."""
+    tasks = held_out(arena, plan)
+    if not tasks:
+        return None
+    source = SOURCES[algorithm.source](policy, arena, algorithm, plan, make_manager(policy, arena, None, plan.rollouts))
+    return ScoreEvaluator(learner, source, tasks, algorithm)
+
+
+def _evaluator(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
+) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
+    arena = arena.evaluation or arena
+    if SCALARS & algorithm.needs_of("policy"):
+        return make_score_evaluator(policy, arena, algorithm, plan, learner)
+    if not arena.judges:
+        return make_pair_evaluator(policy, arena, algorithm, plan, learner)
+    return make_evaluator(policy, arena, plan)
+
+
+def _stream(arena: Arena, plan: Plan) -> TaskStream:
+    """The order is the stage's own; which examples a limit leaves is the run's, the same in every stage."""
+    order = seed_for(plan.seed, plan.name, "tasks")
+    limits: dict[str, Any] = {"seed": order, "examples": plan.examples, "pool_seed": plan.seed}
+    if plan.curriculum is None:
+        return TaskStream(arena.environment, **limits)
+    return Curriculum(arena.environment, plan.curriculum, per_step=plan.batch_size, **limits)
+
+
+def _writer(policy: Policy, algorithm: Algorithm) -> Writer:
+    return Writer(policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature)
+
+
+def _rows(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
+    return Rows(_stream(arena, plan), plan.name, _writer(policy, algorithm), train=algorithm.turns)
+
+
+def _pairs(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups | None = None) -> Pairs:
+    return Pairs(_stream(arena, plan), plan.name, _writer(policy, algorithm))
+
+
+def _labelled(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
+    return Labelled(_stream(arena, plan), plan.name, _writer(policy, algorithm), reference_rows=algorithm.reference_rows)
+
+
+def _steps(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
+    return Stepped(_stream(arena, plan), plan.name, _writer(policy, algorithm))
+
+
+def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
+    return Rollouts(
+        _stream(arena, plan),
+        plan.name,
+        manager,
+        sampling=replace(plan.sampling, routes=algorithm.replays),
+        seed=seed_for(plan.seed, plan.name, "rollouts"),
+        group_size=algorithm.group_size,
+        greedy_baseline=algorithm.greedy_baseline,
+        redundant_attempts=plan.rollouts.redundant_attempts,
+        redundant_groups=plan.rollouts.redundant_groups,
+    )
+
+
+SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, PlaysGroups], StreamSource]] = {
+    "rows": _rows,
+    "pairs": _pairs,
+    "labelled": _labelled,
+    "steps": _steps,
+    "rollouts": _rollouts,
+}

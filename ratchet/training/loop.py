@@ -1,0 +1,29 @@
+"""The only training loop. Every algorithm, embedded or distributed, synchronous or not, runs through it."""
+
+from __future__ import annotations
+
+from ratchet.algorithms.scoring import fill
+from ratchet.data.packing import pack
+from ratchet.training.run import Run
+
+
+async def train(run: Run) -> None:
+    algo, roles, state = run.algorithm, run.roles, run.state
+    for step in run.steps():  # continues after the last checkpoint
+        with run.phase("sample"):
+            groups = await run.batcher.next(step)  # rollouts | rows | pairs, by group
+        batch = pack(groups)
+        with run.phase("score"):
+            await run.compare(step, batch)  # the sampler's probabilities with the learner's
+            batch = await fill(batch, algo, roles)
+        batch = algo.advantage(batch, state)
+        run.measure("batch", batch.metrics)
+        with run.phase("update"):
+            for mini in algo.split(batch):
+                weighed = algo.weigh(mini, state)
+                for role in algo.roles_to_update(state):
+                    run.measure(role, await roles[role].update(weighed, algo.losses[role]))
+        algo.observe(state, run.measured)
+        with run.phase("sync"):
+            await run.sync(version=step + 1)  # learner -> generator
+        await run.after(step, groups, batch)  # acknowledge, record, log, evaluate, save

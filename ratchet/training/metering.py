@@ -1,0 +1,105 @@
+"""What `ratchet train` measures of each step's work: FLOP against what the machine could do, time in which nobody worked, what
+the processes take of the machine, and the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ratchet.config.schema import RunConfig
+from ratchet.executors.datasheets import KNOWN
+from ratchet.generators.workers.config import WorkersConfig
+from ratchet.learners.compute.flop_counter import Spent, metered
+from ratchet.models.flops import Work
+from ratchet.observe.matmul_rate import Gemm, gemm_rate
+from ratchet.observe.system import SystemMeter, nvidia
+from ratchet.observe.tracing.perfetto import Trace
+from ratchet.observe.tracing.spans import ACTIVITY, Activity
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.training.run import Run
+from ratchet.training.stage import Policy
+from ratchet.types import Group
+
+SIDE = 512  # of the square product that says what a processor can do: 5 ms of one core
+ROUND_S = 0.01
+
+
+class Meter:
+    """peak: FLOP/s that everybody together could do. system, trace: None: not wanted."""
+
+    def __init__(
+        self,
+        spent: Spent,
+        peak: float,
+        *,
+        system: SystemMeter | None = None,
+        trace: Trace | None = None,
+        activity: Activity = ACTIVITY,
+    ) -> None:
+        self.spent, self.peak, self.system, self.trace, self.activity = spent, peak, system, trace, activity
+        self._flop = self._busy_s = 0.0
+
+    def begin(self, step: int) -> None:
+        self._flop, self._busy_s = self.spent.flop, self.activity.busy_s
+        if self.trace is not None:
+            self.trace.begin_step(step)
+
+    def measure(self, groups: Sequence[Group], seconds: float) -> Mapping[str, Mapping[str, float]]:
+        """By prefix. seconds: since the step began."""
+        rows = [row for group in groups for row in group.trajectories]
+        new = [row for group in groups if not group.uses for row in group.trajectories]
+        self.spent.read("policy", [len(row) for row in new if row.sampled])
+        flop = self.spent.flop - self._flop
+        idle = 1 - (self.activity.busy_s - self._busy_s) / seconds
+        # The clocks of the step and of the work are read one after the other.
+        found = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
+        if self.spent.works:
+            found |= {"tflop": flop / 1e12, "tflop_per_s": flop / seconds / 1e12, "mfu": flop / seconds / self.peak}
+        return {"time": found, "system": {} if self.system is None else self.system.measure()}
+
+    def end(self) -> None:
+        if self.trace is not None:
+            self.trace.flush()
+
+
+@contextmanager
+def metering(
+    run: Run, policy: Policy, config: RunConfig, index: int, directory: RunDirectory, trace: Trace | None
+) -> Iterator[None]:
+    """Inside the block the steps of the stage `index` are measured."""
+    roles = run.roles
+    spent = Spent(_works(policy, run), update=2.0 if run.trainable else 3.0)
+    system = SystemMeter(directory.path, nvml=nvidia()) if config.logging.system else None
+    run.meter = Meter(spent, peak_of(policy, config, index), system=system, trace=trace)
+    run.roles = metered(roles, spent)
+    try:
+        yield
+    finally:
+        run.roles, run.meter = roles, None
+
+
+def _works(policy: Policy, run: Run) -> dict[str, Work]:
+    """Of the policy, and of copies of it; of models from elsewhere nothing is known here but what they answer."""
+    work = policy.model.work
+    own = [name for name in run.roles if name not in run.algorithm.roles or run.algorithm.roles[name].path is None]
+    return {} if work is None else dict.fromkeys(own, work)
+
+
+def peak_of(policy: Policy, config: RunConfig, index: int) -> float:
+    """FLOP/s of all that learn and generate together: of an accelerator by its maker's data sheet where that is known, else the
+    rate of a matrix product, measured in under 0.2 s."""
+    first = next(policy.model.parameters())
+    learners = 1 if policy.ranks is None else policy.ranks.size
+    section = config.stages[index].generator
+    generators = section.workers if isinstance(section, WorkersConfig) else 0  # others share the learner's accelerator
+    count = max(learners, generators) if getattr(config.cluster, "colocated", False) else learners + generators
+    if first.device.type != "cuda":
+        gemm = Gemm(SIDE, SIDE, SIDE)
+        return count * gemm_rate(gemm, device=first.device, dtype=torch.float32, round_s=ROUND_S)
+    name = torch.cuda.get_device_name(first.device).upper().replace(" ", "")
+    known = [kind for kind in KNOWN if kind.partition("-")[0] in name]
+    if known:
+        return count * KNOWN[known[-1]].flop_s
+    return count * gemm_rate(Gemm.square("cuda"), device=first.device, dtype=torch.bfloat16, round_s=ROUND_S)

@@ -1,0 +1,90 @@
+"""`ratchet train --profile N`: which stage is profiled, and what of its parts is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ratchet.batch import Batch
+from ratchet.config.schema import RunConfig
+from ratchet.learners.wrapper import Around
+from ratchet.observe.tracing.profiler import Profiler, Subject
+from ratchet.protocols import Learner, LossTerm
+from ratchet.training.run import Run
+from ratchet.training.stage import Policy
+
+
+def profiled_stage(config: RunConfig, first: int) -> int:
+    """The first of the stages that are left which samples rollouts; where none does, the first of them."""
+    left = range(first, len(config.stages))
+    return next((index for index in left if config.stages[index].source == "rollouts"), first)
+
+
+@contextmanager
+def profiling(run: Run, policy: Policy, config: RunConfig, steps: int, directory: Path, console: Console) -> Iterator[None]:
+    """Inside the block the run profiles so many steps after a few, or those that it has left."""
+
+    def show(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    left = run.last_step - run.first_step
+    if not left:
+        show(f"Nothing is profiled: stage {run.name} has no step left.")
+        yield
+        return
+    roles = run.roles
+    run.roles = counting = {name: Counting(learner) for name, learner in roles.items()}
+    subject = _subject(run, policy, config, counting)
+    run.profiler = Profiler(subject, steps, first_step=run.first_step, left=left, directory=directory, show=show)
+    try:
+        yield
+        run.profiler.finish()
+    finally:
+        run.profiler.abandon()
+        run.roles = roles
+
+
+def _subject(run: Run, policy: Policy, config: RunConfig, roles: Mapping[str, Counting]) -> Subject:
+    model = policy.model
+    first = next(model.parameters())
+    # Embeddings come last: they look up, and heads run on few of the rows.
+    matrices = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]
+    widest = max(matrices, key=lambda shape: (shape[0] != model.vocab_size, shape.numel()))
+    core = getattr(policy.generator, "core", None)
+
+    def asked() -> float:
+        """By learners, and by a generator that counts."""
+        made = getattr(core, "prefilled_tokens", 0) + getattr(core, "decoded_tokens", 0)
+        return made + sum(learner.tokens for learner in roles.values())
+
+    return Subject(
+        stage=run.name,
+        device=first.device,
+        dtype=torch.bfloat16 if first.device.type == "cuda" else first.dtype,  # of the learner's autocast
+        threads=int(config.threads),
+        vocab_size=model.vocab_size,
+        widest=(widest[1], widest[0]),
+        asked=asked,
+        generated=lambda: run.progress.generated_tokens,
+    )
+
+
+class Counting(Around):
+    """Counts the tokens that a learner is given."""
+
+    def __init__(self, inner: Learner) -> None:
+        super().__init__(inner)
+        self.tokens = 0
+
+    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Any]:
+        self.tokens += batch.n_tokens
+        return await super().score(batch, wanted, top_k=top_k)
+
+    async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
+        self.tokens += mini.n_tokens
+        return await super().update(mini, terms)

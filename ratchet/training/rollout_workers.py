@@ -1,0 +1,57 @@
+"""Workers that generate and play: each has an environment, rewards and a generator in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ratchet.config.resolve import construct, resolve
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.experience.rollout.columns import Shipped
+from ratchet.experience.rollout.manager import RolloutManager
+from ratchet.generators.workers.worker import GeneratorRank
+from ratchet.protocols import Generator
+from ratchet.training.build import manager_of, player_of
+from ratchet.training.from_config import build_reward
+from ratchet.training.generator_workers import Seat, make_generator
+from ratchet.training.stage import Arena, Played
+from ratchet.types import Sampling, Task
+from ratchet.weight_sync.endpoints import Intake
+
+
+class GroupRank(GeneratorRank):
+    """Plays groups too, one call at a time."""
+
+    def __init__(self, generator: Generator, tokenizer: Tokenizer) -> None:
+        super().__init__(generator, Intake)
+        self.tokenizer = tokenizer
+        self.manager: RolloutManager | None = None
+
+    async def begin(self, stage: Played, max_context: int, needs_reward: bool) -> None:
+        """What is played from now on. max_context, needs_reward: see `ratchet.training.build.make_manager`."""
+        await self.leave()
+        renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
+        rewards = [resolve("rewards", section) for section in stage.rewards]
+        arena = Arena(construct(resolve("environment", stage.environment)), reward=build_reward(rewards))
+        player = player_of(self.generator, renderer, None, stage.rollouts, max_context)
+        self.manager = manager_of(player, renderer, arena, arena.reward, stage.rollouts, needs_reward=needs_reward)
+
+    async def play(self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool) -> Shipped:
+        assert self.manager is not None, "a stage begins first"
+        return Shipped.of(await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy))
+
+    async def leave(self) -> None:
+        """The stage is over."""
+        manager, self.manager = self.manager, None
+        if manager is not None:
+            await manager.close()
+
+    async def close(self) -> None:
+        await self.leave()
+        await super().close()
+
+
+def make_rank(seat: Seat, *, tokenizer: Tokenizer, **given: Any) -> GroupRank:
+    """What a worker's process holds. given: to `make_generator`."""
+    return GroupRank(make_generator(seat, tokenizer=tokenizer, **given), tokenizer)

@@ -1,0 +1,325 @@
+"""A run of one stage: what `ratchet.training.loop.train` reads, and what happens around each of its steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Protocol
+
+from torch import Tensor
+
+from ratchet.algorithms.base import Algorithm, AlgoState
+from ratchet.batch import Batch
+from ratchet.evals.early_stopping import Patience
+from ratchet.evals.evaluator import Evaluator
+from ratchet.evals.pair_evaluator import PairEvaluator
+from ratchet.evals.report import keep
+from ratchet.evals.results import Results
+from ratchet.evals.score_evaluator import ScoreEvaluator
+from ratchet.executors.signals import hold
+from ratchet.experience.checks.logprob_parity import ParityGate
+from ratchet.experience.checks.reward_hacking import Findings, Probes
+from ratchet.experience.rollout.manager import PlaysGroups
+from ratchet.experience.rollout.metrics import SPREADS, measure_groups, measure_staleness, spread_attempts
+from ratchet.experience.sources.batcher import Batcher
+from ratchet.observe.metrics import MetricsManager
+from ratchet.observe.sentinels import Sentinels
+from ratchet.observe.stall_report import RUN, note
+from ratchet.observe.tracing.profiler import Profiler
+from ratchet.observe.tracing.spans import ACTIVITY
+from ratchet.protocols import Closeable, Learner, Link
+from ratchet.types import Group
+from ratchet.utils import failpoints
+
+log = logging.getLogger(__name__)
+
+STEPS = "steps"  # the track of a trace that has them and their phases
+
+Observer = Callable[[int, Mapping[str, float | None]], None]
+
+
+class Records(Protocol):
+    """Who writes steps down (`ratchet.observe.records.writer.Recorder`), or compares them with what was."""
+
+    def add(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        batch: Batch,
+        weights: Callable[[Batch], Tensor],
+        roles: Mapping[str, Learner],
+    ) -> None: ...
+    def flush(self) -> None: ...
+
+
+class StepMeter(Protocol):
+    """Who measures what a step takes (`ratchet.training.metering.Meter`)."""
+
+    def begin(self, step: int) -> None: ...
+    def measure(self, groups: Sequence[Group], seconds: float) -> Mapping[str, Mapping[str, float]]:
+        """Metrics by prefix. seconds: since the step began."""
+        ...
+
+    def end(self) -> None: ...
+
+
+OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: try again, and it goes on
+TRIED = 3  # steps that a run with limit_s has at least: one warms up, and of one nobody knows whether it was as others are
+PAUSED = 77  # EX_NOPERM: somebody is to look first, and then it goes on
+
+
+class StopRequest:
+    """Set by a signal handler, by a sentinel, or as time runs out; the loop ends after the step in progress, which is saved.
+
+    status: what the process is to end with; None: nobody asks it to.
+    """
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+
+
+@dataclass
+class Progress:
+    """What a stage has done so far, over interruptions too; checkpointed."""
+
+    seconds: float = 0.0  # training alone: evaluation and saving are not counted
+    trained_tokens: float = 0.0
+    generated_tokens: float = 0.0
+    silent_steps: int = 0  # whose every advantage was 0: nothing to learn from
+    accuracy_before: float | None = None
+    accuracy: float | None = None  # the latest
+    best: float | None = None  # of the metric that patience watches
+    fruitless: int = 0  # evaluations in a row that were no better
+    ended: bool = False  # before its last step, as patience ran out
+
+
+@dataclass
+class Run:
+    """first_step, last_step: the range [first, last) that is left, in step numbers of the whole run. observers: called with
+    every step's metrics. trainable: what of the policy trains, told with the first step. save: writes a checkpoint that says
+    so many steps are done. verify_directory: raises RunDirectoryError if the run may no longer write to its directory; called
+    after every step, before anything of it is written. deadline: of the monotonic clock; a step that would not end before it
+    is not begun. limit_s: seconds of training, after which the stage ends as if it had no step left, but for its first few."""
+
+    name: str
+    algorithm: Algorithm
+    roles: Mapping[str, Learner]
+    batcher: Batcher
+    link: Link
+    first_step: int
+    last_step: int
+    state: AlgoState = field(default_factory=AlgoState)
+    metrics: MetricsManager = field(default_factory=MetricsManager)
+    observers: Sequence[Observer] = ()
+    recorder: Records | None = None
+    evaluator: Evaluator | PairEvaluator | ScoreEvaluator | None = None
+    managers: Sequence[PlaysGroups] = ()
+    trainable: Mapping[str, float] = field(default_factory=dict)
+    environment_numbers: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
+    evaluate_every: int = 0
+    patience: Patience | None = None
+    evaluations: Path | None = None  # where what they found is kept, by step
+    save: Callable[[int], Awaitable[None]] | None = None
+    save_every: int = 0
+    verify_directory: Callable[[], None] | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
+    deadline: float | None = None
+    limit_s: float | None = None
+    progress: Progress = field(default_factory=Progress)
+    profiler: Profiler | None = None
+    meter: StepMeter | None = None
+    parity: ParityGate | None = None
+    sentinels: Sentinels | None = None
+    probes: Probes | None = None
+    _unsent: int | None = None  # the version that the generator lacks
+    _updates: list[dict[str, float]] = field(default_factory=list)  # of the step in progress
+    _step_started: float = 0.0
+    _processor_started: float = 0.0
+    _longest: float = 0.0  # seconds of a step, with what it evaluated and saved
+
+    def __post_init__(self) -> None:
+        self.origin = self.done = self.first_step
+        self.metrics.declare("rollout", SPREADS)
+
+    def steps(self) -> Iterator[int]:
+        for step in range(self.first_step, self.last_step):
+            hold()  # before the request is read: a signal is not to be lost to a handler of a library
+            if self.stop.status is not None or self.progress.ended:
+                return
+            self._updates = []
+            if self.profiler is not None:
+                self.profiler.begin_step()
+            if self.meter is not None:
+                self.meter.begin(step)
+            self._step_started, self._processor_started = time.monotonic(), time.process_time()
+            with ACTIVITY.span(STEPS, f"step {step + 1}"):
+                yield step
+            if self.meter is not None:
+                self.meter.end()
+            self._longest = max(self._longest, time.monotonic() - self._step_started)
+            if self.profiler is not None:
+                self.profiler.end_step()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a part of the step; tests break the process at the start of one."""
+        failpoints.point(f"step.{name}")
+        note(RUN, f"began to {name} for step {self.done + 1}")
+        with self._part(name), self.metrics.phase(name):
+            yield
+
+    async def compare(self, step: int, batch: Batch) -> None:
+        """Holds the sampler to the learner, while both have the weights that the batch was drawn with."""
+        if self.parity is not None and self.parity.due(step - self.origin):
+            self.metrics.add("parity", await self.parity.check(batch, version=step))
+
+    def measure(self, role: str, numbers: Mapping[str, float]) -> None:
+        """Metrics of one optimizer step; a batch with several keeps the mean of them."""
+        self.metrics.add(role, numbers)
+        self._updates.append({f"{role}/{key}": value for key, value in numbers.items()})
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Means over the optimizer steps of this batch."""
+        names = dict.fromkeys(name for update in self._updates for name in update)
+        return {name: fmean(update[name] for update in self._updates if name in update) for name in names}
+
+    async def sync(self, version: int) -> None:
+        """Gives the generator the learner's weights: now where steps sample from them, else before an evaluation asks it."""
+        self._unsent = version
+        if self.algorithm.source == "rollouts":
+            await self._send()
+
+    async def _send(self) -> None:
+        if self._unsent is not None:
+            await self.link.push(version=self._unsent)
+            self._unsent = None
+
+    async def after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        with ACTIVITY.span(STEPS, "after"):
+            await self._after(step, groups, batch)
+
+    async def _after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        if self.verify_directory is not None:
+            self.verify_directory()
+        self.batcher.ack(groups, step)
+        if self.recorder is not None:
+            trained = {name: self.roles[name] for name in self.algorithm.losses}
+            self.recorder.add(step + 1, self.name, groups, batch, self.algorithm.token_weights, trained)
+        seconds, processor_s = time.monotonic() - self._step_started, time.process_time() - self._processor_started
+        numbers = measure_groups(groups) | measure_staleness(groups, step) | self.batcher.measure(groups)
+        self.batcher.adapt(groups, step, self.measured)
+        if self.environment_numbers is not None:
+            new = [group for group in groups if not group.uses]
+            numbers |= {f"environment/{name}": value for name, value in self.environment_numbers(new).items()}
+        self.progress.seconds += seconds
+        self.progress.trained_tokens += numbers["trained_tokens"]
+        self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
+        self.progress.silent_steps += self.measured.get("batch/advantage/zero_share") == 1.0
+        self.metrics.add("rollout", numbers)
+        for labels, samples in spread_attempts(groups):
+            self.metrics.add("rollout", samples, of=labels)
+        if step == self.origin:
+            self.metrics.add("policy", self.trainable)
+        made = numbers.get("generated_tokens", numbers["trained_tokens"])
+        self.metrics.add("time", {"step_s": seconds, "processor_s": processor_s, "tokens_per_s": made / seconds})
+        if self.meter is not None:
+            for prefix, found in self.meter.measure(groups, seconds).items():
+                self.metrics.add(prefix, found)
+        self.done = done = step + 1
+        self._watch_time()
+        # To be stopped means: save now. Only the last step's evaluation is kept, as no later step could make up for it.
+        due = self._due(done, self.evaluate_every) and self.stop.status is None
+        if self._last or due:
+            failpoints.point("step.evaluate")
+            note(RUN, f"began to evaluate after step {done}")
+            with self._part("evaluate"):
+                await self.evaluate()
+        findings = await self._probe(done, groups)
+        failpoints.point("step.log")
+        flushed = self.metrics.flush(done)
+        if due:
+            self._heed(flushed)
+        for observe in self.observers:
+            observe(done, flushed)
+        if (
+            self.sentinels is not None
+            and self.sentinels.see(done, flushed, groups, findings.shown)
+            and self.stop.status is None
+        ):
+            log.warning("a sentinel pauses the run: saving")
+            self.stop.status = PAUSED
+        ends = self.stop.status is not None or self._last
+        if self.save is not None and (ends or self._due(done, self.save_every)):
+            note(RUN, f"began to save step {done}")
+            with self._part("save"):
+                await self.save(done)
+
+    def _heed(self, metrics: Mapping[str, float | None]) -> None:
+        """Makes this step the last one where the stage has not become better for too long."""
+        patience, progress = self.patience, self.progress
+        if patience is None:
+            return
+        progress.best, progress.fruitless = patience.after(metrics, progress.best, progress.fruitless)
+        if progress.fruitless >= patience.evaluations and self.done < self.last_step:
+            log.info(
+                "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row (evaluation.patience)",
+                *(self.name, self.done, self.last_step, patience.metric, progress.fruitless),
+            )
+            progress.ended = True
+
+    def _watch_time(self) -> None:
+        now = time.monotonic()
+        another = max(self._longest, now - self._step_started)
+        if self.deadline is not None and self.stop.status is None and now + another > self.deadline:
+            log.warning("no time for another step (checkpoint.limit_s): saving")
+            self.stop.status = OUT_OF_TIME
+        if self.limit_s is not None and self.progress.seconds >= self.limit_s and self.done >= self.origin + TRIED:
+            self.progress.ended = True
+
+    async def _probe(self, done: int, groups: Sequence[Group]) -> Findings:
+        if self.probes is None or not self.probes.due(done - self.origin):
+            return Findings()
+        await self._send()
+        findings = await self.probes.look(groups)
+        for prefix, numbers in findings.metrics.items():
+            self.metrics.add(prefix, numbers)
+        return findings
+
+    async def evaluate(self) -> dict[str, float]:
+        """What the weights reach on held-out tasks as they are now; {} for a run without an evaluator."""
+        await self._send()
+        if self.evaluator is None:
+            return {}
+        found = await self.evaluator.run()
+        if self.evaluations is not None and isinstance(found, Results):
+            keep(found, self.evaluations / f"step-{self.done:08d}", f"{self.name}, step {self.done}")
+        numbers = found.numbers()
+        self.metrics.add("eval", numbers)
+        self.progress.accuracy = numbers.get("accuracy")
+        return numbers
+
+    async def close(self) -> None:
+        if isinstance(self.batcher.source, Closeable):
+            await self.batcher.source.close()
+        for manager in self.managers:
+            await manager.close()
+        await self.link.close()
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        with ACTIVITY.span(STEPS, name), nullcontext() if self.profiler is None else self.profiler.phase(name):
+            yield
+
+    @property
+    def _last(self) -> bool:
+        return self.progress.ended or self.done == self.last_step
+
+    def _due(self, done: int, every: int) -> bool:
+        return every > 0 and (done - self.origin) % every == 0

@@ -1,0 +1,231 @@
+"""Collectives between ranks and receivers: each rank broadcasts its own blocks, in buckets, to all receivers.
+
+Every rank has a process group of its own with the receivers, beside the default one: no rank gathers or gets what is another's,
+and one that dies breaks one group. They meet at a store of the driver's, at the first push and again after one that failed.
+
+Peak extra memory: one bucket and the largest block at a rank (the latter only where it is converted or not contiguous); model
+bytes (as sent) at a receiver, which checks all before it takes any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ratchet.errors import LinkError
+from ratchet.protocols import Ranks
+from ratchet.weight_sync.checksums import as_bytes, checksum
+from ratchet.weight_sync.transaction import PushLink, Waiting
+from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, aligned
+
+JOIN_S = 15.0  # for all to come to a group: whoever waits for one that has died hears of it no sooner
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how groups come together. key: other for each attempt. sizes: bytes that each rank sends."""
+
+    session: str
+    key: str
+    host: str
+    port: int
+    backend: str
+    receivers: int
+    bucket_bytes: int
+    timeout_s: float
+    sizes: tuple[int, ...]
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+    def buckets(self, rank: int) -> int:
+        return -(-self.sizes[rank] // self.bucket_bytes)
+
+    def bucket(self, rank: int, number: int) -> slice:
+        return slice(number * self.bucket_bytes, min((number + 1) * self.bucket_bytes, self.sizes[rank]))
+
+    def group(self, rank: int, place: int) -> Any:
+        """Of a rank of the learner (at place 0) with all receivers. Waits until all are there."""
+        join = timedelta(seconds=min(JOIN_S, self.timeout_s))
+        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join)
+        own = dist.PrefixStore(f"{self.key}/{rank}", store)
+        if self.backend == "nccl":
+            return dist.ProcessGroupNCCL(own, place, 1 + self.receivers)  # pyright: ignore[reportCallIssue]
+        group = dist.ProcessGroupGloo(own, place, 1 + self.receivers, join)
+        group._set_default_timeout(timedelta(seconds=self.timeout_s))
+        return group
+
+
+_GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}  # of this process: (session, end) -> (key, groups)
+
+
+class CollectiveLink(PushLink):
+    """receivers_count: how many `receivers` there are. host: of the driver, as all others reach it. backend: gloo moves what is
+    in main memory, nccl (where weights and receivers are on accelerators) what is there."""
+
+    writer = "ratchet.weight_sync.collective:write"
+    receiver = "ratchet.weight_sync.collective:read"
+    forgets = "ratchet.weight_sync.collective:forget"
+
+    def __init__(
+        self,
+        senders: Ranks,
+        receivers: Ranks,
+        *,
+        receivers_count: int = 1,
+        host: str = "127.0.0.1",
+        backend: str = "gloo",
+        bucket_mib: int = 16,
+        **options: Any,
+    ) -> None:
+        super().__init__(senders, receivers, **options)
+        assert not self.changes_only, "the buckets of a collective are laid out in advance"
+        self.receivers_count, self.host, self.backend, self.bucket_mib = receivers_count, host, backend, bucket_mib
+        self._store: dist.TCPStore | None = None
+        self._attempt = 0
+
+    def _options(self, blocks: Sequence[Sequence[Block]]) -> Mapping[str, Any]:
+        if self._store is None:
+            self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
+        meeting = Meeting(
+            session=self.session,
+            key=f"{self.session}/{self._attempt}",
+            host=self.host,
+            port=self._store.port,
+            backend=self.backend,
+            receivers=self.receivers_count,
+            bucket_bytes=self.bucket_mib * 2**20,
+            timeout_s=self.timeout_s,
+            sizes=tuple(sum(aligned(block.n_bytes) for block in own) for own in blocks),
+        )
+        return {"meeting": meeting}
+
+    async def _transfer(
+        self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
+    ) -> tuple[list[list[Part]], Waiting | None]:
+        """Both ends at once. Whoever fails plays its part to the end, so that the other does not wait for it."""
+        options = self._options(blocks)
+        sending = asyncio.ensure_future(self._sent(options, since))
+        receiving = asyncio.ensure_future(self.receivers.call("receive", self.receiver, options))
+        try:
+            done, others = await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_EXCEPTION)
+            first = next((error for task in done if (error := task.exception())), None)
+            if others:
+                self._store = None  # whoever still waits there, for one that is gone, is told so
+                await asyncio.wait(others)
+        finally:
+            sending.cancel()
+            receiving.cancel()
+        if first is not None:
+            raise first
+        return sending.result(), None
+
+    async def _rollback(self) -> None:
+        self._attempt += 1
+        await super()._rollback()
+
+    async def close(self) -> None:
+        await super().close()
+        self._store = None
+
+
+def write(outgoing: Iterator[Outgoing], rank: int, *, meeting: Meeting) -> list[Part]:
+    (group,) = _joined(meeting, f"rank {rank}", lambda: [meeting.group(rank, 0)])
+    stream = _Stream(group, meeting, rank)
+    parts = []
+    try:
+        for item in outgoing:
+            numbers = item.tensor.to(meeting.device, item.dtype).contiguous()
+            parts.append(item.at(stream.sent, checksum(numbers)))
+            stream.send(as_bytes(numbers))
+        if stream.sent != meeting.sizes[rank]:
+            raise LinkError(f"rank {rank} sent {stream.sent} bytes, not the {meeting.sizes[rank]} that it said", rank=rank)
+    except BaseException:
+        _GROUPS.pop((meeting.session, f"rank {rank}"), None)
+        stream.end()
+        raise
+    return parts
+
+
+class _Stream:
+    """Cuts what a rank sends into buckets, and broadcasts each when it is full."""
+
+    def __init__(self, group: Any, meeting: Meeting, rank: int) -> None:
+        self.group, self.meeting, self.rank, self.sent, self.lost = group, meeting, rank, 0, False
+        size = min(meeting.bucket_bytes, meeting.sizes[rank])
+        self._bucket = torch.empty(size, dtype=torch.uint8, device=meeting.device)
+
+    def send(self, bytes_n: Tensor) -> None:
+        total, step = self.meeting.sizes[self.rank], self.meeting.bucket_bytes
+        if self.sent + len(bytes_n) > total:
+            raise LinkError(f"rank {self.rank} has more to send than the {total} bytes that it said", rank=self.rank)
+        taken = 0
+        while taken < len(bytes_n):
+            place = self.sent % step
+            count = min(len(bytes_n) - taken, len(self._bucket) - place)
+            self._bucket[place : place + count] = bytes_n[taken : taken + count]
+            taken += count
+            self._advance(count)
+        self._advance(aligned(self.sent) - self.sent)  # no bucket ends between: its size is a multiple
+
+    def _advance(self, count: int) -> None:
+        if not count:
+            return
+        self.sent += count
+        if self.sent % self.meeting.bucket_bytes == 0 or self.sent == self.meeting.sizes[self.rank]:
+            last = self.meeting.bucket(self.rank, -(-self.sent // self.meeting.bucket_bytes) - 1)
+            try:
+                self.group.broadcast(self._bucket[: last.stop - last.start], 0).wait()
+            except RuntimeError as error:
+                self.lost = True
+                raise LinkError(f"rank {self.rank} lost the receivers: {error}", rank=self.rank) from error
+
+    def end(self) -> None:
+        """Nobody has to wait for what will not come: the rest is sent as it lies, and the push refused."""
+        with contextlib.suppress(LinkError):
+            while not self.lost and self.sent < self.meeting.sizes[self.rank]:
+                step = self.meeting.bucket_bytes
+                self._advance(min(step - self.sent % step, self.meeting.sizes[self.rank] - self.sent))
+
+
+def read(blocks: Sequence[Sequence[Block]], receiver: int, *, meeting: Meeting) -> Open:
+    end, ranks = f"receiver {receiver}", range(len(meeting.sizes))
+    groups = _joined(meeting, end, lambda: [meeting.group(rank, 1 + receiver) for rank in ranks])
+    regions = [torch.empty(size, dtype=torch.uint8, device=meeting.device) for size in meeting.sizes]
+    lost: dict[int, RuntimeError] = {}
+    for number in range(max(meeting.buckets(rank) for rank in ranks)):
+        # In the same order on all receivers, and from all ranks at the same time; to the end, so that no rank waits for us.
+        sending = [rank for rank in ranks if number < meeting.buckets(rank) and rank not in lost]
+        works = [groups[rank].broadcast(regions[rank][meeting.bucket(rank, number)], 0) for rank in sending]
+        for rank, work in zip(sending, works, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                lost[rank] = error
+    for rank, error in lost.items():
+        _GROUPS.pop((meeting.session, end), None)
+        raise LinkError(f"rank {rank} stopped sending: {error}", rank=rank) from error
+    return lambda rank, part: part.of(regions[rank])
+
+
+def forget(session: str) -> None:
+    for key in [key for key in _GROUPS if key[0] == session]:
+        del _GROUPS[key]
+
+
+def _joined(meeting: Meeting, end: str, join: Any) -> list[Any]:
+    known, groups = _GROUPS.pop((meeting.session, end), ("", []))
+    if known != meeting.key:
+        del groups[:]  # closes their connections
+        groups = join()
+    _GROUPS[meeting.session, end] = (meeting.key, groups)
+    return groups

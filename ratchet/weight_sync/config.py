@@ -1,0 +1,89 @@
+"""Configuration of the links. Free of torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ratchet.config.base import Section
+
+Sent = Literal["float32", "bfloat16", "float16"] | None
+SENT = "Floating-point weights are sent in it, converted by the learner; null: as the learner has them."
+
+
+class PushSection(Section):
+    """What every link has that moves weights."""
+
+    dtype: Sent = Field(default=None, description=SENT)
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds for one push; then the generator goes on with the weights that it has, and the run stops.",
+    )
+
+
+class AutoLinkConfig(PushSection):
+    """The same tensors where learner and generator share them, else shared memory on one host, else collectives."""
+
+    builds: ClassVar[str] = "ratchet.weight_sync.factory:auto"
+
+    kind: Literal["auto"] = "auto"
+
+
+class SharedLinkConfig(Section):
+    """Learner and generator have the same tensors, in one process: a push only names the version."""
+
+    builds: ClassVar[str] = "ratchet.weight_sync.factory:shared"
+
+    kind: Literal["shared"] = "shared"
+
+
+class SharedMemoryLinkConfig(PushSection):
+    """Memory that the processes of one host share: each rank writes its blocks once, receivers read them where they lie."""
+
+    builds: ClassVar[str] = "ratchet.weight_sync.factory:shared_memory"
+
+    kind: Literal["shared_memory"] = "shared_memory"
+
+
+class CudaIpcLinkConfig(PushSection):
+    """The same on an accelerator that learner and generator both use."""
+
+    builds: ClassVar[str] = "ratchet.weight_sync.factory:cuda_ipc"
+
+    kind: Literal["cuda_ipc"] = "cuda_ipc"
+
+
+class CollectiveLinkConfig(PushSection):
+    """Broadcasts from each rank to all receivers, over the network."""
+
+    builds: ClassVar[str] = "ratchet.weight_sync.factory:collective"
+
+    kind: Literal["collective"] = "collective"
+    backend: Literal["gloo", "nccl"] = Field(default="gloo", description="nccl: where all weights are on accelerators.")
+    host: str | None = Field(
+        default=None,
+        description="The driver's address, as the others reach it; null: 127.0.0.1 on one host, else its name.",
+    )
+    bucket_mib: int = Field(default=16, ge=1, description="Weights that a rank broadcasts at a time, in MiB.")
+
+
+class FilesLinkConfig(PushSection):
+    """Files in a directory that learner and receivers share."""
+
+    builds: ClassVar[str] = "ratchet.weight_sync.factory:files"
+
+    kind: Literal["files"] = "files"
+    directory: str | None = Field(default=None, description="Of this run alone; null: links/ in the run's directory.")
+
+
+class DeltaLinkConfig(PushSection):
+    """Only what changed since the version before, by files or by shared memory."""
+
+    builds: ClassVar[str] = "ratchet.weight_sync.factory:delta"
+
+    kind: Literal["delta"] = "delta"
+    through: Literal["files", "shared_memory"] = Field(default="files", description="What carries the changes.")
+    directory: str | None = Field(default=None, description="Of the files; null: links/ in the run's directory.")
+    dtype: Sent = Field(default="bfloat16", description=SENT)

@@ -1,0 +1,94 @@
+"""CUDA IPC: as shared memory, between processes that use the same accelerator.
+
+Each rank copies its blocks to a buffer on its device and lends that to the receivers, which map it and check it there.
+
+Peak extra memory: model bytes (as sent) on the accelerator, each rank's share on its own, which receivers map without a copy.
+
+Not yet run anywhere: nothing here tests it without an accelerator.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ratchet.errors import LinkError
+from ratchet.protocols import Shard
+from ratchet.weight_sync.checksums import copy_summed
+from ratchet.weight_sync.transaction import PushLink, Waiting
+from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, aligned
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A buffer that another process can map by calling `rebuild`."""
+
+    token: str
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+
+_LENT: dict[tuple[str, int], tuple[Tensor, Loan]] = {}  # of this process, by (session, rank)
+_MAPPED: dict[tuple[str, int], tuple[str, Tensor]] = {}
+
+
+class CudaIpcLink(PushLink):
+    writer = "ratchet.weight_sync.cuda_ipc:write"
+    receiver = "ratchet.weight_sync.cuda_ipc:read"
+    forgets = "ratchet.weight_sync.cuda_ipc:forget"
+
+    async def _transfer(
+        self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
+    ) -> tuple[list[list[Part]], Waiting | None]:
+        sizes = [sum(aligned(block.n_bytes) for block in own) for own in blocks]
+        parts = await self._sent({"session": self.session, "sizes": sizes}, since)
+        loans = await self.senders.call("send", "ratchet.weight_sync.cuda_ipc:lend", {"session": self.session})
+        return parts, (self.receiver, {"session": self.session, "loans": loans})
+
+
+def write(outgoing: Iterator[Outgoing], rank: int, *, session: str, sizes: Sequence[int]) -> list[Part]:
+    buffer_n = _buffer(session, rank, sizes[rank])
+    place, parts = 0, []
+    for item in outgoing:
+        parts.append(item.at(place, copy_summed(buffer_n[place : place + item.n_bytes], item.tensor, item.dtype)))
+        place += aligned(item.n_bytes)
+    torch.cuda.synchronize()  # receivers have streams of their own
+    return parts
+
+
+def lend(weights: Iterator[Shard], rank: int, world: int, *, session: str) -> Loan:
+    return _LENT[session, rank][1]
+
+
+def read(blocks: Sequence[Sequence[Block]], receiver: int, *, session: str, loans: Sequence[Loan]) -> Open:
+    regions = []
+    for rank, loan in enumerate(loans):
+        known, bytes_n = _MAPPED.get((session, rank), ("", None))
+        if bytes_n is None or known != loan.token:
+            bytes_n = loan.rebuild(*loan.arguments)
+            _MAPPED[session, rank] = (loan.token, bytes_n)
+        regions.append(bytes_n)
+    return lambda rank, part: part.of(regions[rank])
+
+
+def forget(session: str) -> None:
+    for kept in (_LENT, _MAPPED):
+        for key in [key for key in kept if key[0] == session]:
+            del kept[key]
+
+
+def _buffer(session: str, rank: int, size: int) -> Tensor:
+    if not torch.cuda.is_available():
+        raise LinkError("link.kind=cuda_ipc needs CUDA, and torch finds none here: set link.kind=shared_memory", rank=rank)
+    if (session, rank) not in _LENT or len(_LENT[session, rank][0]) != size:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        buffer_n = torch.empty(size, dtype=torch.uint8, device="cuda")
+        rebuild, arguments = reduce_tensor(buffer_n)
+        _LENT[session, rank] = (buffer_n, Loan(uuid.uuid4().hex, rebuild, arguments))
+    return _LENT[session, rank][0]

@@ -1,0 +1,153 @@
+"""From a section to a link. The ends are given as what they are: in this process, or ranks of other processes.
+
+What carries weights is imported where it is made: a run imports the transport that it has, and none where weights are shared.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import construct
+from ratchet.errors import ConfigError
+from ratchet.protocols import Generator, Learner, Link, Ranks
+from ratchet.weight_sync.config import (
+    AutoLinkConfig,
+    CollectiveLinkConfig,
+    CudaIpcLinkConfig,
+    DeltaLinkConfig,
+    FilesLinkConfig,
+    PushSection,
+    SharedLinkConfig,
+    SharedMemoryLinkConfig,
+)
+from ratchet.weight_sync.in_process import SharedLink
+
+if TYPE_CHECKING:
+    from ratchet.models.lora.decoder import Adapter
+    from ratchet.weight_sync.collective import CollectiveLink
+    from ratchet.weight_sync.cuda_ipc import CudaIpcLink
+    from ratchet.weight_sync.files import FilesLink
+    from ratchet.weight_sync.shared_memory import SharedMemoryLink
+
+
+@dataclass(frozen=True)
+class Between:
+    """Who is linked. learner: one in this process, or ranks with an `Outlet`'s method each. generator: the one that the driver
+    calls. receivers: ranks with an `Intake` each, where it is not the driver that hands the generator its weights. run,
+    directory: of the run. one_host: whether all of them are on the driver's. adapter: what the learner trains in place of its
+    weights."""
+
+    learner: Learner | Ranks
+    generator: Generator
+    receivers: Ranks | None = None
+    receivers_count: int = 1
+    run: str = "run"
+    directory: Path = Path("runs/run")
+    one_host: bool = True
+    adapter: Adapter | None = None
+
+    @property
+    def outlets(self) -> Ranks:
+        if isinstance(self.learner, Ranks):
+            return self.learner
+        from ratchet.weight_sync.endpoints import OneRank, Outlet
+
+        return OneRank(Outlet(self.learner))
+
+    @property
+    def intakes(self) -> Ranks:
+        if self.receivers is not None:
+            return self.receivers
+        from ratchet.weight_sync.endpoints import Intake, OneRank
+
+        return OneRank(Intake(self.generator))
+
+    @property
+    def shares_weights(self) -> bool:
+        embedded = not isinstance(self.learner, Ranks) and self.receivers is None
+        return embedded and getattr(self.generator, "shares_weights", False)
+
+
+def make_link(section: Section, between: Between) -> Link:
+    return construct(section, between)
+
+
+def auto(config: AutoLinkConfig, between: Between) -> Link:
+    if between.shares_weights:
+        return SharedLink(between.generator)
+    if between.one_host:
+        return shared_memory(SharedMemoryLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between)
+    return collective(CollectiveLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between)
+
+
+def shared(config: SharedLinkConfig, between: Between) -> SharedLink:
+    """Raises ConfigError where the generator has weights of its own, which would stay as they are for ever."""
+    if not between.shares_weights:
+        raise ConfigError("link.kind=shared is for a generator that reads the learner's own tensors: set it to auto")
+    return SharedLink(between.generator)
+
+
+def shared_memory(config: SharedMemoryLinkConfig, between: Between) -> SharedMemoryLink:
+    from ratchet.weight_sync.shared_memory import SharedMemoryLink
+
+    return SharedMemoryLink(
+        between.outlets,
+        between.intakes,
+        run=between.run,
+        **_options(config, between),
+    )
+
+
+def cuda_ipc(config: CudaIpcLinkConfig, between: Between) -> CudaIpcLink:
+    from ratchet.weight_sync.cuda_ipc import CudaIpcLink
+
+    return CudaIpcLink(between.outlets, between.intakes, **_options(config, between))
+
+
+def collective(config: CollectiveLinkConfig, between: Between) -> CollectiveLink:
+    from ratchet.weight_sync.collective import CollectiveLink
+
+    return CollectiveLink(
+        between.outlets,
+        between.intakes,
+        receivers_count=between.receivers_count,
+        host=config.host or ("127.0.0.1" if between.one_host else socket.gethostname()),
+        backend=config.backend,
+        bucket_mib=config.bucket_mib,
+        **_options(config, between),
+    )
+
+
+def files(config: FilesLinkConfig, between: Between) -> FilesLink:
+    from ratchet.weight_sync.files import FilesLink
+
+    return FilesLink(
+        between.outlets,
+        between.intakes,
+        directory=_directory(config.directory, between),
+        **_options(config, between),
+    )
+
+
+def delta(config: DeltaLinkConfig, between: Between) -> FilesLink | SharedMemoryLink:
+    ends = (between.outlets, between.intakes)
+    if config.through == "shared_memory":
+        from ratchet.weight_sync.shared_memory import SharedMemoryLink
+
+        return SharedMemoryLink(*ends, run=between.run, changes_only=True, **_options(config, between))
+    from ratchet.weight_sync.files import FilesLink
+
+    where = _directory(config.directory, between)
+    return FilesLink(*ends, directory=where, changes_only=True, **_options(config, between))
+
+
+def _options(config: PushSection, between: Between) -> dict[str, Any]:
+    return {"dtype": config.dtype, "timeout_s": config.timeout_s, "adapter": between.adapter}
+
+
+def _directory(chosen: str | None, between: Between) -> Path:
+    return Path(chosen) if chosen is not None else between.directory / "links"

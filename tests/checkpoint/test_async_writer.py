@@ -1,0 +1,43 @@
+import threading
+
+import pytest
+import torch
+
+from ratchet.checkpoint.async_writer import Background
+from ratchet.checkpoint.serialization import load_state, putting_off, save_state
+from ratchet.errors import CheckpointError
+
+
+def test_what_was_copied_is_written_though_the_originals_change(tmp_path):
+    weights = torch.arange(6.0).view(2, 3)
+    state = {"weights": weights, "tied": weights, "column": weights[:, 1], "moments": {0: (weights[0], 1.5)}, "text": "a"}
+    save_state(tmp_path / "at_once", state)
+    with putting_off() as writes:
+        save_state(type(tmp_path)("later"), state)
+    assert not (tmp_path / "later").exists()
+    weights.fill_(-1)
+    for write in writes:
+        write(tmp_path)
+    names = sorted(path.name for path in (tmp_path / "at_once").iterdir())
+    assert names == ["state.json", "state.safetensors"]
+    for name in names:
+        assert (tmp_path / "at_once" / name).read_bytes() == (tmp_path / "later" / name).read_bytes()
+    assert torch.equal(load_state(tmp_path / "later")["column"], torch.tensor([1.0, 4.0]))
+
+
+def test_it_goes_on_beside_and_what_it_raises_is_raised_once():
+    background, goes_on = Background(), threading.Event()
+    assert not background.settle()
+    background.begin(goes_on.wait)
+    assert not background.ended
+    goes_on.set()
+    assert background.settle()
+
+    def fail():
+        raise CheckpointError("full")
+
+    background.begin(fail)
+    with pytest.raises(CheckpointError, match="full"):
+        background.settle()
+    assert not background.ended
+    assert not background.settle()

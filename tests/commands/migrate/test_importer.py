@@ -1,0 +1,271 @@
+"""`ratchet import`: configurations as the four peers write them become recipes that `ratchet check` accepts, and every key is
+accounted for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ratchet.cli.main import app
+from ratchet.commands.migrate.command import account, recipe_text
+from ratchet.commands.migrate.importer import PEERS, Imported, read_config
+from ratchet.commands.migrate.read_config import read_source
+from ratchet.commands.migrate.table import Method
+from ratchet.config.key_paths import leaf_keys
+from ratchet.config.loader import load_config
+from ratchet.config.schema import RunConfig
+from ratchet.errors import ConfigError
+
+FILES = Path(__file__).parent / "peers"
+EXAMPLES = {
+    "trl_grpo.yaml": ("trl", "GRPOConfig"),
+    "trl_dpo.json": ("trl", "DPOConfig"),
+    "trl_sft.yaml": ("trl", "SFTConfig"),
+    "verl_grpo.sh": ("verl", "PPO trainer"),
+    "verl_ppo.yaml": ("verl", "PPO trainer"),
+    "nemo_grpo.yaml": ("nemo-rl", "grpo"),
+    "nemo_dpo.yaml": ("nemo-rl", "dpo"),
+    "roll_rlvr.yaml": ("roll", "RLVR"),
+    "roll_dpo.yaml": ("roll", "DPO"),
+}
+READ = {name: read_config(FILES / name) for name in EXAMPLES}
+
+
+def written(tmp_path: Path, text: str, name: str = "theirs.yaml") -> Imported:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return read_config(path)
+
+
+def note_on(result: Imported, key: str) -> str:
+    return next(item.note for item in result.items if item.theirs == key)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_whose_it_is_is_told_from_its_keys(name: str) -> None:
+    assert (READ[name].peer.name, READ[name].method) == EXAMPLES[name]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_comes_of_it_is_accepted(name: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(recipe_text(READ[name], name), encoding="utf-8")
+    config = load_config(recipe)
+    assert READ[name].refused == []
+    assert config.model.path == READ[name].recipe["model"]["path"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_key_is_accounted_for(name: str) -> None:
+    """Taken over, of another meaning, without counterpart, null, or unresolved: the file's keys and no others."""
+    result = READ[name]
+    source = read_source(FILES / name)
+    told = [item.theirs for item in result.items if not item.assumed] + result.unset
+    assert sorted(told) == sorted(source.values)
+    assert all(item.ours or item.note or item.within for item in result.items)
+    text = "\n".join(account(result))
+    for item in result.different + result.without:
+        assert item.theirs in text
+    for key in [*source.unread, *result.unset]:
+        assert key in text
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_keys_of_the_examples_are_in_the_tables(name: str) -> None:
+    unknown = [item.theirs for item in READ[name].without if "is not in the table" in item.note]
+    assert unknown == (["brand_new_key"] if name == "trl_grpo.yaml" else [])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(method, id=f"{peer.name}-{name}") for peer in PEERS.values() for name, method in peer.methods.items()],
+)
+def test_tables_name_keys_that_there_are(method: Method) -> None:
+    known = {re.sub(r"\[.*?\]", "", key).removeprefix("stages.") for key in leaf_keys(RunConfig)}
+    known |= {key.rpartition(".")[0] for key in known} | {"algorithm", "generator", "cluster", "learner", "environment"}
+    known |= {f"{section}.kind" for section in known} | {"environment.columns"}
+    for row in method.rows:
+        for key in filter(None, row.ours.split(", ")):
+            assert key in known, row
+        assert row.ours or row.note or row.within or row.how, row
+    names = [row.theirs for row in method.rows]
+    assert sorted(set(names)) == sorted(names), "a key has two rows"
+    assert {row.within for row in method.rows if row.within} <= set(names)
+
+
+# --- what becomes of values
+
+
+def test_trl_counts_answers_of_one_process_and_optimizer_steps() -> None:
+    flat = READ["trl_grpo.yaml"].flat
+    # 16 answers x 8 steps a generation, by 8 answers a prompt; 8 steps in 2 optimizer steps of 4; and each twice
+    assert (flat["batch_size"], flat["algorithm.minibatches"], flat["algorithm.epochs"]) == (16, 2, 2)
+    assert flat["algorithm.minibatches_of"] == "attempts"  # it shuffles answers before it divides them
+    assert flat["steps"] == 400 // (2 * 2)
+    assert flat["optimizer.warmup_steps"] == 40
+
+
+def test_trl_loss_types_are_weightings(tmp_path: Path) -> None:
+    def flat(loss: str) -> dict[str, Any]:
+        return written(tmp_path, f"num_generations: 8\nmodel_name_or_path: m\nmax_completion_length: 64\n{loss}").flat
+
+    assert flat("")["algorithm.weighting"] == "token_mean"
+    assert flat("loss_type: grpo")["algorithm.weighting"] == "sequence_mean"
+    assert flat("loss_type: dr_grpo")["algorithm.fixed_length"] == 64
+    assert flat("loss_type: cispo\nepsilon_high: 5.0")["algorithm.loss.clip_high"] == 4.0
+    assert flat("importance_sampling_level: sequence\nepsilon: 3e-4\nepsilon_high: 4e-4")["algorithm.kind"] == "gspo"
+    assert flat("loss_type: luspo")["algorithm.kind"] == "grpo"
+
+
+def test_the_direction_of_a_kl_is_that_of_its_gradient() -> None:
+    """k3 differentiated as it stands has the gradient of KL(reference || policy)."""
+    assert READ["trl_grpo.yaml"].flat["algorithm.kl.objective"] == "forward"
+    assert READ["verl_grpo.sh"].flat["algorithm.kl.objective"] == "forward"
+    assert READ["verl_ppo.yaml"].flat["algorithm.kl.place"] == "reward"
+
+
+def test_verl_is_on_all_accelerators_by_turns() -> None:
+    recipe = READ["verl_grpo.sh"].recipe
+    assert recipe["generator"] == {"kind": "workers", "workers": 8, "of": {"kind": "vllm", "tensor_parallel": 2}}
+    assert recipe["learner"]["dp_shard"] == 16
+    assert recipe["cluster"] == {"colocated": True, "kind": "ray", "nodes": 2, "gpus_per_node": 8}
+    assert recipe["algorithm"]["minibatches"] == 1024 // 256
+    assert recipe["algorithm"]["group_size"] == 5  # a variable of the script
+
+
+def test_nemo_counts_answers_in_its_global_batch() -> None:
+    flat = READ["nemo_grpo.yaml"].flat
+    assert flat["algorithm.minibatches"] == 32 * 8 // 64
+    assert flat["algorithm.loss.clip_high"] == 0.28
+    assert flat["learner.micro_batch_tokens"] == 512 * 4  # ${mul:...}, from the file below
+    assert flat["optimizer.warmup_steps"] == 50 * 4  # their scheduler counts batches
+
+
+def test_roll_rewards_are_of_the_domains() -> None:
+    result = READ["roll_rlvr.yaml"]
+    domains = result.recipe["rewards"][0]["domains"]
+    assert domains == {"deepmath_103k": [{"kind": "math"}], "aime": [{"kind": "math"}], "KodCode": [{"kind": "code"}]}
+    assert "llm_judge is left out" in note_on(result, "rewards.llm_judge.worker_cls")
+    assert result.flat["algorithm.minibatches"] == 64 * 8 // (1 * 32 * 4)  # 8 accelerators, 2 of them on each data rank
+
+
+def test_defaults_that_differ_are_taken_too() -> None:
+    result = READ["trl_dpo.json"]
+    betas = next(item for item in result.items if item.theirs == "adam_beta2")
+    assert betas.assumed
+    assert betas.ours == {"optimizer.betas": [0.9, 0.999]}
+
+
+# --- what is refused, not known, or not there
+
+
+def test_what_check_refuses_is_left_out_with_its_words() -> None:
+    result = READ["verl_ppo.yaml"]
+    assert "top_p" not in result.recipe["sampling"]
+    assert "needs a rollout correction" in note_on(result, "actor_rollout_ref.rollout.top_p")
+
+
+def test_what_cannot_be_resolved_is_named() -> None:
+    assert "ppo_trainer" in " ".join(READ["verl_ppo.yaml"].unread)
+    assert "oc.env" in READ["verl_ppo.yaml"].unread["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
+    assert "shell" in READ["verl_grpo.sh"].unread["data.val_files"]
+    assert "../not-here.yaml" in " ".join(READ["nemo_dpo.yaml"].unread)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("${nowhere}", "no key nowhere"),
+        ("${grpo}", "whole section"),
+        ("???", "command line"),
+        ("${b}", "itself"),
+        ("${f:1}", "f:"),
+    ],
+)
+def test_an_interpolation_that_leads_nowhere(tmp_path: Path, value: str, reason: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"grpo: {{x: 1}}\nb: '{value}'\n")
+    assert reason in read_source(path).unread["b"]
+
+
+def test_interpolations_that_the_file_resolves(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("a: {b: 3, c: '${.b}', d: '${mul:${a.b}, 2}', e: 'x-${a.b}', f: '${oc.select:no,7}', g: ['${a.b}']}\n")
+    assert read_source(path).values == {"a.b": 3, "a.c": 3, "a.d": 6, "a.e": "x-3", "a.f": 7, "a.g": [3]}
+
+
+def test_anchors_are_followed(tmp_path: Path) -> None:
+    result = written(tmp_path, "model_name_or_path: m\nnum_generations: &n 4\nper_device_train_batch_size: *n\n")
+    assert result.flat["algorithm.group_size"] == 4
+    assert result.flat["batch_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("a: 1\n", "x.yaml", "--from trl, verl, nemo-rl, roll"),
+        ("policy: {model_name: m}\ncluster: {gpus_per_node: 1}\n", "x.yaml", "what kind of training"),
+        ("[1]", "x.json", "keys and values"),
+        ("{", "x.json", "JSON"),
+        ("echo hello\n", "x.sh", "no override"),
+        ("a: [\n", "x.yaml", "YAML"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str, name: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read_config(path)
+
+
+def test_a_value_of_another_form_is_no_traceback(tmp_path: Path) -> None:
+    result = written(
+        tmp_path,
+        "model_name_or_path: m\nnum_generations: many\nper_device_train_batch_size: 8\nlearning_rate: fast\nadam_beta1: [1]\n",
+    )
+    assert "'fast', and not a number" in note_on(result, "learning_rate")
+    assert "num_generations is 'many'" in note_on(result, "per_device_train_batch_size")
+
+
+def test_variables_of_a_script_that_are_not_plain(tmp_path: Path) -> None:
+    text = 'python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.seed=${A:-"${B}"} trainer.nnodes=$((1+1))\n'
+    result = written(tmp_path, text, "run.sh")
+    assert set(result.unread) == {"data.seed", "trainer.nnodes"}
+
+
+def test_what_cannot_be_taken_out_is_written_and_told(tmp_path: Path) -> None:
+    """A group of one has no baseline, and no value of theirs says what the recipe should do about it."""
+    path, out = tmp_path / "verl.yaml", tmp_path / "out.yaml"
+    path.write_text("algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {model: {path: m}}\n")
+    done = CliRunner().invoke(app, ["import", str(path), "--out", str(out)])
+    assert isinstance(done.exception, ConfigError)
+    assert "group_size=1" in str(done.exception)
+    assert "# To be mended before it runs:" in out.read_text()
+
+
+# --- the command
+
+
+def test_the_command_writes_once_and_lists(tmp_path: Path) -> None:
+    out = tmp_path / "mine.yaml"
+    arguments = ["import", str(FILES / "nemo_grpo.yaml"), "--out", str(out)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "Without counterpart:" in done.output
+    assert "policy.model_name=Qwen/Qwen2.5-1.5B -> model.path" in done.output
+    assert f"next: ratchet check {out}" in done.output
+    assert "# Without counterpart:" in out.read_text()
+    again = CliRunner().invoke(app, arguments)
+    assert isinstance(again.exception, ConfigError)
+    assert "not overwritten" in str(again.exception)
+
+
+def test_without_out_the_recipe_is_printed() -> None:
+    done = CliRunner().invoke(app, ["import", str(FILES / "roll_dpo.yaml"), "--from", "roll"])
+    assert done.stdout.startswith("# From roll_dpo.yaml")
+    assert "algorithm: {kind: dpo" in done.stdout
+    assert "Taken over:" in done.stderr

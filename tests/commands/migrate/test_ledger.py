@@ -1,0 +1,116 @@
+"""Every key of the peers' newest files has one fate, and a key that is told to be taken over is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+from tests.tools.importing.facts import KEYS, flat
+from tests.tools.importing.profiles import EXEMPT, PROFILES
+
+from ratchet.commands.migrate.importer import PEERS, Imported, convert
+from ratchet.commands.migrate.read_config import Source
+from ratchet.commands.migrate.table import Row
+
+
+@dataclass
+class Case:
+    """It holds one set of values of a method."""
+
+    peer: str
+    method: str
+    values: dict[str, Any]
+
+    def result(self, **changed: Any) -> Imported:
+        return convert(PEERS[self.peer], self.method, Source({**self.values, **changed}))
+
+    def row(self, key: str) -> Row | None:
+        return PEERS[self.peer].methods[self.method].row(key)
+
+    def converting(self) -> Case:
+        """Return the same without the keys that no conversion reads."""
+        rows = {key: self.row(key) for key in self.values}
+        return replace(self, values={key: self.values[key] for key, row in rows.items() if row and (row.ours or row.within)})
+
+
+def cases() -> Iterator[Case]:
+    """Yield every method of every peer, with each of its profiles."""
+    for peer in PEERS:
+        for method, nested in json.loads((KEYS / f"{peer}.json").read_text()).items():
+            neutral = dict(flat(nested))
+            for profile in PROFILES.get(peer, {}).get(method, [{}]):
+                named = {key: value for key, value in profile.items() if "*" not in key}
+                wide = {key: value for key in neutral for pattern, value in profile.items() if fnmatchcase(key, pattern)}
+                values = neutral | wide | named
+                yield Case(peer, method, {key: value for key, value in values.items() if value is not ...})
+
+
+CASES = list(cases())
+NAMES = [f"{case.peer}-{case.method}-{number}" for number, case in enumerate(CASES)]
+
+
+def other(value: Any) -> Any:
+    """Return another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2
+    if isinstance(value, str):
+        return f"{value}-other"
+    if isinstance(value, list):
+        return [item * (2 + place) if isinstance(item, float) else other(item) for place, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: other(item) for key, item in value.items()}
+    return value
+
+
+def told(result: Imported) -> dict[str, Any]:
+    """Return what the report says of each key, but for the key's value."""
+    return {item.theirs: (item.fate, item.note, item.within, dict(item.ours)) for item in result.items}
+
+
+@pytest.mark.fault("I5")
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_every_key_has_one_fate(case: Case) -> None:
+    result = case.result()
+    accounted = [item.theirs for item in result.items if not item.assumed] + result.unset
+    assert sorted(accounted) == sorted(case.values)
+    assert "" not in result.flat
+    assert all(item.ours or item.note or item.within for item in result.items)
+
+
+def shown(case: Case) -> set[str]:
+    """Return the rows whose keys change the recipe.
+
+    Each key that is told to be taken over must change it, or its own account.
+    """
+    case = case.converting()
+    before = case.result()
+    rows = set()
+    for item in before.items:
+        if item.assumed or item.fate not in ("same", "different"):
+            continue
+        after = case.result(**{item.theirs: other(item.value)})
+        assert after.flat != before.flat or told(after) != told(before), f"{item.theirs}={item.value} changes nothing"
+        if after.flat != before.flat:
+            row = case.row(item.theirs)
+            assert row is not None
+            rows.add(row.theirs)
+    return rows
+
+
+@pytest.mark.fault("I2")
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_key_taken_over_changes_the_recipe(peer: str) -> None:
+    """For every key that is told to be taken over; and every row that converts is seen to do so in one of the cases."""
+    seen: set[str] = set()
+    for case in CASES:
+        if case.peer == peer:
+            seen |= shown(case)
+    converting = {row.theirs for method in PEERS[peer].methods.values() for row in method.rows if row.ours or row.within}
+    assert converting - seen == set(EXEMPT.get(peer, {}))

@@ -1,0 +1,212 @@
+"""Files of other libraries: read as their own loaders read them, or refused by one sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ratchet.cli.main import app
+from ratchet.commands.migrate.hydra_overrides import Script
+from ratchet.commands.migrate.importer import read_config
+from ratchet.commands.migrate.read_config import read_source
+from ratchet.commands.migrate.yaml_dialects import MAX_BYTES, Dialect, Reader
+from ratchet.errors import ConfigError
+
+BOTH = {"1_000": 1000, "0.5_5": 0.55, "'0.5_5'": "0.5_5", "010": 8, "0x10": 16, "1:30": 90, "yes": True, "Off": False, "n": "n"}
+OMEGACONF = {
+    "1e-6": 1e-6,
+    "1e5": 1e5,
+    "1.5E3": 1500.0,
+    "1_0.5e3": 10500.0,
+    ".5e3": ".5e3",
+    "2024-01-01": "2024-01-01",
+    "0o17": "0o17",
+}
+YAML = {"1e-6": "1e-6", "1e5": "1e5", "1.5E3": "1.5E3", "1.5E+3": 1500.0, "~": None, "Null": None, "": None, ".5": 0.5}
+
+
+@pytest.mark.fault("I1")
+@pytest.mark.parametrize(
+    ("dialect", "text", "value"),
+    [
+        *(("omegaconf", text, value) for text, value in (BOTH | OMEGACONF).items()),
+        *(("yaml", text, value) for text, value in (BOTH | YAML).items()),
+    ],
+)
+def test_scalars_are_those_of_the_peers_loader(tmp_path: Path, dialect: Dialect, text: str, value: Any) -> None:
+    """Expected values are those of omegaconf 2.3.1 and PyYAML 6.0.3 (SafeLoader)."""
+    path = tmp_path / "a.yaml"
+    path.write_text(f"key: {text}\n")
+    read = Reader(dialect).yaml(path)["key"]
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_trl_numbers_that_yaml_leaves_as_text_are_converted(tmp_path: Path) -> None:
+    """TRL's parser converts text to the type of its field: 1e-6 without a point is text in YAML 1.1."""
+    path = tmp_path / "grpo.yaml"
+    path.write_text("model_name_or_path: m\nnum_generations: '4'\nlearning_rate: 1e-6\nuse_vllm: 'yes'\nbeta: 1_0.5\n")
+    result = read_config(path)
+    assert result.peer.name == "trl"
+    assert (result.flat["optimizer.lr"], result.flat["algorithm.group_size"]) == (1e-6, 4)
+    assert result.flat["generator.kind"] == "vllm"
+    assert result.flat["algorithm.kl.coef"] == 10.5
+
+
+def _bomb(levels: int, form: str) -> str:
+    lines = ["a0: &a0 {x: 1}" if form == "<<" else "a0: &a0 [1, 1]"]
+    for level in range(1, levels):
+        several = ", ".join(f"*a{level - 1}" for _ in range(9))
+        lines.append(
+            f"a{level}: &a{level} {{'<<': [{several}]}}".replace("'", "")
+            if form == "<<"
+            else f"a{level}: &a{level} [{several}]"
+        )
+    return "\n".join(lines)
+
+
+MALFORMED = {
+    "a list": ("- 1\n- 2\n", "keys and values"),
+    "a word": ("hello\n", "keys and values"),
+    "empty": ("", "is empty"),
+    "two documents": ("a: 1\n---\nb: 2\n", "is not YAML"),
+    "duplicate keys": ("loss_fn: {a: 1, a: 2}\n", "a is set twice"),
+    "a duplicate by dots": ("loss_fn: {a: 1}\nloss_fn.a: 2\n", "loss_fn.a is set twice"),
+    "an anchor bomb": (_bomb(9, "["), "more than 20,000 values"),
+    "a merge bomb": (_bomb(9, "<<"), "more than 20,000 values"),
+    "an anchor in itself": ("a: &a [*a]\n", "contains itself"),
+    "an unknown anchor": ("a: *b\n", "is not YAML"),
+    "nested too deep": ("a: " + "[" * 100 + "]" * 100, "levels deep"),
+    "nested far too deep": ("a: " + "[" * 50_000, "levels deep"),
+    "a tag": ("a: !!python/object/apply:os.system [echo]\n", "YAML tag"),
+    "a tag that is read": ("a: !!binary aGk=\n", "YAML tag"),
+    "a set": ("a: !!set {b}\n", "YAML"),
+    "a long number": ("a: " + "9" * 5000, "can't be read as a value"),
+    "a key that is a list": ("[a, b]: 1\n", "a key must be a word"),
+    "a merge of a word": ("a: {<<: b}\n", "<< must name"),
+    "a byte of 0": ("a: \x00\n", "is not YAML"),
+    "an unknown value of !!int": ("a: !!int x\n", "can't be read as a value"),
+}
+
+
+@pytest.mark.fault("I4")
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_file_is_one_sentence(tmp_path: Path, name: str) -> None:
+    text, words = MALFORMED[name]
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        read_config(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_the_command_ends_with_a_config_error(tmp_path: Path) -> None:
+    """The command line ends with status 2 for a ConfigError, and without a traceback."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text(MALFORMED["an anchor bomb"][0])
+    assert isinstance(CliRunner().invoke(app, ["import", str(path)]).exception, ConfigError)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "large.yaml").write_bytes(b"#" * (MAX_BYTES + 1))
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    (tmp_path / "folder.yaml").mkdir()
+    for name, words in (
+        ("fifo.yaml", "is not a file"),
+        ("large.yaml", "larger than 2 MiB"),
+        ("latin.yaml", "UTF-8"),
+        ("folder.yaml", "is not a file"),
+        ("none.yaml", "there is no file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_source(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1, "a": 2}', "a is set twice"),
+        ("[" * 100_000, "JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "JSON"),
+        ("[1]", "keys and values"),
+    ],
+)
+def test_a_malformed_json_file(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "theirs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_config(path)
+
+
+@pytest.mark.fault("I4")
+def test_defaults_that_multiply_files(tmp_path: Path) -> None:
+    for level in range(9):
+        (tmp_path / f"f{level}.yaml").write_text(f"defaults: [{', '.join([f'f{level + 1}'] * 9)}]\n")
+    (tmp_path / "f9.yaml").write_text("a: 1\n")
+    with pytest.raises(ConfigError, match="more than 200 files"):
+        read_source(tmp_path / "f0.yaml")
+    (tmp_path / "f9.yaml").write_text("defaults: [f0]\n")
+    with pytest.raises(ConfigError, match="circle"):
+        read_source(tmp_path / "f0.yaml")
+
+
+@pytest.mark.fault("I4")
+@pytest.mark.parametrize("form", ["'${{a{0}}}${{a{0}}}'", "['${{a{0}}}', '${{a{0}}}']"])
+def test_interpolations_that_multiply(tmp_path: Path, form: str) -> None:
+    lines = [f"a{level}: {form.format(level + 1)}" for level in range(40)]
+    path = tmp_path / "a.yaml"
+    path.write_text("\n".join([*lines, "a40: xx", ""]))
+    source = read_source(path)
+    assert "multiply" in source.unread["a0"]
+    assert source.values["a40"] == "xx"
+
+
+# --- scripts
+
+
+def script(text: str) -> Script:
+    read = Script()
+    read.read(text)
+    return read
+
+
+def test_an_override_given_twice_is_told() -> None:
+    read = script("python -m verl.main a.b=1 \\\n  a.b=2 a.c=3\n")
+    assert read.nested == {"a": {"b": 2, "c": 3}}
+    assert read.repeated == {"a.b": "1"}
+
+
+def test_what_a_script_takes_out_or_varies_is_told() -> None:
+    read = script("python -m verl.main ~a.b '~a.c=1' a.d=1,2 a.e='range(1,3)' a.f=1\n")
+    assert read.nested == {"a": {"f": 1}}
+    assert set(read.unread) == {"~a.b", "~a.c", "a.d", "a.e"}
+
+
+def test_a_line_with_an_open_quote_is_told() -> None:
+    read = script("python -m verl.main a.b=1\npython -m x a.c='1\n a.d=2'\n")
+    assert set(read.unread) == {"a.c", "a.d"}
+
+
+def test_keys_without_a_dot_count_in_a_command() -> None:
+    """`model_engine=megatron` chooses the learner there; FOO=1 before a command is the shell's."""
+    read = script("FOO=1 python -m verl.main --config-name=base model_engine=megatron a.b=1\nexport X=2\n")
+    assert read.nested == {"--config-name": "base", "model_engine": "megatron", "a": {"b": 1}}
+    assert script("ARGS=(\n  model_engine=megatron\n  a.b=1\n)\nrun\n").nested == {"model_engine": "megatron", "a": {"b": 1}}
+    chosen = script("python -m x engine=fsdp engine.size=2\n")
+    assert chosen.nested == {"engine": {"size": 2}}
+    assert "chooses a file" in chosen.unread["engine"]
+
+
+def test_the_base_of_a_script_says_what_trains(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("python -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer' algorithm.adv_estimator=grpo\n")
+    result = read_config(path)
+    assert result.flat["learner.kind"] == "megatron"
+    assert "is not read" in next(item.note for item in result.items if item.theirs == "--config-name")

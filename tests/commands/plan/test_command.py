@@ -1,0 +1,264 @@
+"""Predictions: the arithmetic by hand, a probe that really runs, divisions that fit and say when none does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ratchet.cli.main import app
+from ratchet.commands.plan.cluster import plan_cluster
+from ratchet.commands.plan.command import COPY, Device, Load, Memory, StagePlan, plan_stage, run_peak, shape_of
+from ratchet.commands.plan.probe import Probe, Probed, probe
+from ratchet.config.loader import load_config
+from ratchet.errors import ConfigError, RatchetError, RunDirectoryError
+from ratchet.executors.datasheets import GIB, ClusterSpec
+from ratchet.executors.freeze import freeze
+from ratchet.models.flops import Cost
+from ratchet.models.presets import preset
+
+RECIPE = """
+threads: 1
+model: {preset: tiny, overrides: {hidden_size: 32, n_layers: 2}}
+tokenizer: {kind: characters, alphabet: "0123456789="}
+environment: {kind: sorting, digits: 3}
+evaluation: {tasks: 0}
+algorithm: {kind: grpo, group_size: 4}
+sampling: {max_new_tokens: 4}
+learner: {workers: 1}
+steps: 1000
+batch_size: 2
+"""
+CPU = Device("cpu", 100 * 2**20)
+
+
+def recipe(path: Path, text: str = RECIPE) -> Path:
+    (path / "recipe.yaml").write_text(text)
+    return path / "recipe.yaml"
+
+
+def planned(path: Path, *overrides: str, device: Device = CPU):
+    config = freeze(load_config(recipe(path), list(overrides)))
+    return plan_stage(config, 0, Cost(shape_of(config)), device)
+
+
+def test_load_and_memory_by_hand(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    config = load_config(tmp_path / "recipe.yaml", [])
+    cost = Cost(shape_of(config))
+    assert (plan.load.rows, plan.load.attempts) == (8, 8)
+    assert plan.load.length == plan.load.prompt + 4
+    held = plan.memory.held
+    assert plan.recorded == 32  # steps of a file; a save every 50
+    assert held == {
+        "process": CPU.fixed,
+        "policy: weights": 4 * cost.parameters,
+        "policy: optimizer": 8 * cost.parameters,
+        "record": 2 * 32 * (8 * 400 + 8 * plan.load.length * 30),
+    }
+    update, sample = plan.memory.phases["update"], plan.memory.phases["sample"]
+    assert update["gradients"] == 4 * cost.parameters
+    assert update["activations"] == 8 * plan.load.length * cost.activation_bytes(4)
+    assert sample["keys and values"] == 8 * 8 * cost.kv_bytes(4)  # 8 attempts, 7 or 8 tokens
+    assert plan.memory.peak == sum(held.values()) + sum(update.values()) + sum(sample.values())
+    assert plan.flop["update"] == 3 * plan.flop["sample"]
+
+
+@pytest.mark.parametrize(
+    ("override", "part", "factor"),
+    [
+        ("optimizer.ema_decay=0.9", "policy: average", 4),
+        ("algorithm.kl={coef: 0.1}", "reference: weights", 4),
+    ],
+)
+def test_more_models_take_more(tmp_path: Path, override: str, part: str, factor: int) -> None:
+    plan = planned(tmp_path, override)
+    assert plan.memory.held[part] == factor * Cost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+
+
+def test_an_adapter_has_small_moments_and_no_second_model(tmp_path: Path) -> None:
+    whole = planned(tmp_path, "algorithm.kl={coef: 0.1}").memory.held
+    held = planned(tmp_path, "lora={rank: 2}", "algorithm.kl={coef: 0.1}").memory.held
+    assert held["policy: optimizer"] < whole["policy: optimizer"] / 4
+    assert "reference: weights" not in held
+
+
+def test_workers_have_gradients_of_their_own(tmp_path: Path) -> None:
+    one, two = planned(tmp_path), planned(tmp_path, "learner.workers=2", "threads=2")
+    assert two.memory.phases["update"]["gradients"] == 2 * one.memory.phases["update"]["gradients"]
+
+
+def test_what_is_used_by_turns_is_not_added() -> None:
+    memory = Memory({"a": 1}, {"x": {"b": 5}, "y": {"c": 3}})
+    assert memory.peak == 9
+    assert Memory(memory.held, memory.phases, by_turns=True).peak == 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recorded", "share"),
+    [
+        (["record.every=3", "checkpoint.every=9"], 3, 1),
+        (["record.every=3", "checkpoint.every=0", "steps=12"], 4, 1),
+        (["record.groups=1"], 32, 0.5),  # of two
+        (["record.every=0"], 0, 0),
+    ],
+)
+def test_a_record_takes_what_it_keeps_until_a_file_is_written(tmp_path: Path, overrides, recorded: int, share: float) -> None:
+    plan = planned(tmp_path, *overrides)
+    assert plan.recorded == recorded
+    assert plan.memory.held.get("record", 0) == 2 * recorded * share * (8 * 400 + 8 * plan.load.length * 30)
+
+
+def test_checkpoints_that_are_written_beside_the_training_take_a_copy(tmp_path: Path) -> None:
+    plain, beside = planned(tmp_path), planned(tmp_path, "checkpoint.background=true")
+    assert COPY not in plain.memory.held
+    assert beside.memory.held[COPY] == 12 * Cost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+    assert COPY not in planned(tmp_path, "checkpoint={background: true, every: 0}").memory.held
+
+
+def test_what_a_short_run_did_not_see_is_added_by_hand() -> None:
+    def stage(recorded: int, held: dict[str, int]) -> StagePlan:
+        return StagePlan("s", 100, LOAD, Memory({"process": 1000, **held}, {}), {}, recorded)
+
+    def probed(tables: float, recorded: int) -> Probed:
+        return Probed(recorded, {}, 0.0, tables, recorded)
+
+    plans = [stage(32, {}), stage(20, {COPY: 70})]
+    assert run_peak(plans, None) == 1070
+    # Of the second stage 20 steps of 5 lie in memory, where at most 10 of 3 were seen.
+    assert run_peak(plans, Probe((probed(1.0, 32), probed(5.0, 5)), 500)) == 500 + 70 + 2 * (100 - 32)
+    assert run_peak(plans, Probe((probed(1.0, 32), probed(5.0, 20)), 500)) == 500 + 70
+
+
+STAGES = """
+threads: 1
+model: {preset: tiny, overrides: {hidden_size: 32, n_layers: 2}}
+tokenizer: {kind: characters, alphabet: "0123456789="}
+environment: {kind: sorting, digits: 3}
+evaluation: {tasks: 9, every: 1000, patience: 3, metric: eval/mean_length, min_gain: 1}
+checkpoint: {every: 1000, keep_best: 1, metric: -eval/mean_length, end_with: best, limit_s: 10000}
+sampling: {max_new_tokens: 4}
+learner: {workers: 1}
+logging: {sinks: [{kind: prometheus}]}
+stages:
+  - {name: sft, algorithm: {kind: sft}, steps: 3, batch_size: 4}
+  - {name: rl, algorithm: {kind: grpo, group_size: 4, equal_rewards: drop}, steps: 100000, batch_size: 2}
+"""
+
+
+def test_a_probe_runs_all_stages_in_turn(tmp_path: Path) -> None:
+    config = freeze(load_config(recipe(tmp_path, STAGES), []))
+    found = probe(config, limit_s=0.1)
+    sft, rl = found.stages
+    assert sft.steps == sft.recorded == 3
+    assert 3 <= rl.steps < 100_000
+    assert 1 <= rl.recorded <= 32
+    assert rl.seconds["sample"] > 0
+    assert 0 < sft.tables < rl.tables
+    assert sft.processor_s > 0
+    assert 50 * 2**20 < found.peak < 2**34
+
+
+def test_a_probe_that_fails_says_why(tmp_path: Path) -> None:
+    nowhere = RECIPE.replace("{preset: tiny, overrides: {hidden_size: 32, n_layers: 2}}", "{path: nowhere}")
+    config = freeze(load_config(recipe(tmp_path, nowhere), []))
+    with pytest.raises(RatchetError, match=r"a probe of recipe failed. The run said: [\s\S]*nowhere"):
+        probe(config, limit_s=100)
+
+
+def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
+    def ratchet(*arguments: str):
+        return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+    file, run = str(recipe(tmp_path)), str(tmp_path / "run")
+    done = ratchet("plan", file, "steps=1", "--json", "--run-dir", run)
+    kept = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert kept.pop("recipe")["stages"][0]["steps"] == 1
+    assert kept == json.loads(done.stdout)
+    assert kept["peak_bytes"] == kept["stages"][0]["shape_bytes"]
+    with pytest.raises(RunDirectoryError, match=r"the plan of another recipe; different: stages.0.steps: 1 -> 1000.*remove"):
+        ratchet("train", file, "--run-dir", run)
+    assert ratchet("train", file, "steps=1", "--run-dir", run).exit_code == 0
+    with pytest.raises(RunDirectoryError, match=r"has the run of another recipe; different: .*steps: 1 -> 2.*or plan .*yaml"):
+        ratchet("plan", file, "steps=2", "--run-dir", run)
+    (tmp_path / "run" / "plan.json").write_text("[]")
+    with pytest.raises(RunDirectoryError, match=r"plan.json is no plan: .*remove it"):
+        ratchet("plan", f"{run}/config.yaml", "--run-dir", run)
+
+
+# --- clusters
+
+SHAPE = preset("qwen3-1.7b", vocab_size=151936)
+LOAD = Load(rows=1024, prompt=512, length=4096, attempts=1024, evaluated=0, passes=1, updates=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("2x8", "give NODESxACCELERATORSxKIND"),
+        ("2x8xH10", "did you mean H100"),
+        ("0x8xH100", "there is nothing in it"),
+        ("x8xH100", "give NODES"),
+    ],
+)
+def test_a_cluster_that_is_none(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        ClusterSpec.parse(text)
+
+
+def test_a_cluster_is_read() -> None:
+    assert ClusterSpec.parse("2x8xh100") == ClusterSpec(2, 8, "H100")
+    assert ClusterSpec.parse("8xA100-40") == ClusterSpec(1, 8, "A100-40")
+
+
+def divided(spec: str, shape=SHAPE, load: Load = LOAD):
+    from ratchet.config.schema import RunConfig
+
+    cost = Cost(shape)
+    stage = RunConfig.model_validate(
+        {"stages": [{"name": "s", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}}]}
+    )
+    return plan_cluster(stage.stages[0], cost, load, cost.parameters, cost.parameters, ClusterSpec.parse(spec))
+
+
+def test_a_division_fits_and_uses_everything() -> None:
+    plan = divided("2x8xH100")
+    assert plan.memory.peak <= 80 * GIB
+    division = plan.division
+    assert division.tensor * division.shards == 16
+    assert division.generator_tensor * division.replicas == 16
+    assert division.tensor == 1  # a model of 2 B needs no more
+
+
+def test_twice_the_accelerators_take_less_time_and_memory() -> None:
+    small, large = divided("1x8xH100"), divided("2x8xH100")
+    assert sum(large.seconds.values()) < sum(small.seconds.values())
+    assert large.memory.held["weights"] < small.memory.held["weights"]
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    huge = preset("qwen3-1.7b", vocab_size=151936, n_layers=80, hidden_size=16384, intermediate_size=65536)
+    with pytest.raises(
+        ConfigError, match=r"does not fit on 8 H100: the best division found takes \d+ GiB of the 74 GiB usable"
+    ):
+        divided("1x8xH100", huge)
+
+
+def test_a_probe_says_nothing_of_a_cluster(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="remove it, or them"):
+        CliRunner().invoke(
+            app, ["plan", str(recipe(tmp_path)), "--cluster", "1x8xH100", "--probe", "5"], catch_exceptions=False
+        )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    arguments = ["plan", str(recipe(tmp_path)), "--cluster", "1x8xH100", "--json"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    (stage,) = json.loads(done.stdout)["stages"]
+    assert stage["recipe"]["learner"]["dp_shard"] == 8
+    assert stage["step_s"] == pytest.approx(sum(stage["seconds"].values()))
+    table = CliRunner().invoke(app, arguments[:-1], catch_exceptions=False).stdout
+    assert "on 8 H100, by data sheets" in table
+    assert "dp_shard: 8" in table

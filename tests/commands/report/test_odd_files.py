@@ -1,0 +1,66 @@
+"""`ratchet ui` over a run whose files are not what a run writes: what can be read is shown, and other runs too."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ratchet.commands.report.metrics import MOST_LINE
+from ratchet.commands.report.server import Runs
+
+HERE = os.uname().nodename
+CONTENTS = ["", "null", "[]", "[1]", "5", '"x"', "{}", '{"stages": 5}', '{"step": 1}', '{"peak_bytes": "x", "stages": [1]}']
+STATES = ['{"pid": 1e9}', json.dumps({"host": HERE, "pid": 10**20}), json.dumps({"host": HERE, "pid": "x"})]
+NAMES = ["metrics.jsonl", "ledger.jsonl", ".status", "plan.json", "summary.json", "sentinels/step-1.json"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for name in ("x", "y"):
+        (tmp_path / name / "sentinels").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("name: x")
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "a": 2}\n')
+    return tmp_path / "x"
+
+
+def answered(run: Path) -> None:
+    runs = Runs(run.parent)
+    listed = json.loads(runs.listed({})[1])
+    assert set(listed) == {"x", "y"}
+    assert runs.run({"run": "x"})[1]
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "directory": Path.mkdir,
+    "loop": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.fault("S20")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_plain_file_is_passed_over(run: Path, name: str, kind: str) -> None:
+    (run / name).unlink(missing_ok=True)
+    KINDS[kind](run / name)
+    answered(run)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_other_shapes_are_passed_over(run: Path, name: str) -> None:
+    for content in CONTENTS + STATES:
+        (run / name).write_text(content)
+        answered(run)
+
+
+def test_steps_and_lines_beyond_all_bounds_are_damaged(run: Path) -> None:
+    (run / "plan.json").write_text('{"stages": []}')
+    lines = ['{"step": 1%s}' % ("0" * 400), '{"step": 9223372036854775808}', '{"step": 2, "a": "%s"}' % ("x" * MOST_LINE)]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "a": 1}', ""]))
+    answered(run)
+    assert list(Runs(run.parent)["x"].metrics.part().columns["step"]) == [3]

@@ -1,0 +1,99 @@
+"""Attempts that begin ahead of their step, on generators in processes of their own, while generators and drivers are killed: no
+prompt is lost or trained on twice, and none with weights that are too old."""
+
+import json
+import os
+import random
+import signal
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from commands.test_rank_deaths import RECIPE, Driver, steps_of, until
+
+from ratchet.experience.sources.prompt_ledger import faults_of, read_ledger
+
+pytestmark = pytest.mark.slow
+STALENESS, STEPS = 2, 60
+AHEAD = {
+    **{key: value for key, value in RECIPE.items() if key != "learner"},
+    "environment": {"kind": "sorting", "digits": 4},
+    "sampling": {"max_new_tokens": 40},
+    "checkpoint": {"every": 3, "keep": 2},
+    "rollouts": {"max_staleness": STALENESS, "order": "ready"},
+    "generator": {
+        "kind": "workers",
+        "of": {"kind": "engine", "kv_cache_gib": 0.01},
+        "recovery": "restart",
+        "max_restarts": 30,
+    },
+    "steps": STEPS,
+    "batch_size": 4,
+}
+CLUSTERS = {"local": {"kind": "local", "silence_s": 10}, "ray": {"kind": "ray", "silence_s": 10, "object_store_mib": 128}}
+
+
+@pytest.fixture
+def short_path():
+    """Ray's sockets lie below it, and their names have a limit."""
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as path:
+        yield Path(path) / "t"
+
+
+@pytest.mark.parametrize(("cluster", "kills"), [("local", 10), pytest.param("ray", 20, marks=pytest.mark.needs("ray"))])
+def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_path, short_path):
+    recipe, run = tmp_path / "ahead.yaml", tmp_path / "run"
+    recipe.write_text(yaml.safe_dump({**AHEAD, "cluster": CLUSTERS[cluster]}))
+    rng = random.Random(cluster)
+    drivers = 3 if cluster == "ray" else 4  # of the kills: each takes a new start
+    victims = ["driver"] * drivers + ["generator"] * (kills - drivers)
+    rng.shuffle(victims)
+    driver = Driver(recipe, "--run-dir", run, folder=short_path)
+    killed = Counter()
+    for number, victim in enumerate(victims):
+        reached = (number + 1) * (STEPS - 4) // len(victims)
+        came = lambda goal=reached, own=driver: (steps_of(run) or [0])[-1] >= goal or own.process.poll() is not None  # noqa: E731
+        until(came, limit_s=200)
+        if driver.process.poll() is not None:
+            break
+        if victim == "driver":
+            driver.process.kill()
+            driver.ended()
+            driver = Driver("--resume", run, folder=short_path)
+        else:
+            os.kill(generator_of(driver, rng.randrange(2)), signal.SIGKILL)
+        killed[victim] += 1
+    _, said = driver.process.communicate(timeout=300)
+    assert driver.process.returncode == 0, said
+    assert sum(killed.values()) == kills, killed
+    lines = list(read_ledger(run / "ledger.jsonl"))
+    assert not faults_of(iter(lines), max_staleness=STALENESS)
+    trained = [line for line in lines if line["event"] == "trained"]
+    issued = [line["id"] for line in lines if line["event"] == "issued"]
+    assert len(trained) == STEPS * AHEAD["batch_size"]
+    assert sorted(line["id"] for line in trained) == sorted(issued), "nothing was begun for nothing, or lost"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert max(row.get("rollout/staleness_max", 0) for row in rows) <= STALENESS
+
+
+def generator_of(driver, number):
+    """The process of one of the generators: another one may be about to take its place."""
+    found = []
+
+    def there():
+        found[:] = [pid for pid in driver.look() if is_generator(pid)]
+        return len(found) > number or driver.process.poll() is not None
+
+    until(there, limit_s=60)
+    return found[number]
+
+
+def is_generator(pid):
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return title.startswith(b"ray::WorkerActor") or "/generator-" in os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        return False

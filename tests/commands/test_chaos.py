@@ -1,0 +1,148 @@
+"""Whatever kills a training, wherever: resumed, it ends with the bits of the run that nobody killed."""
+
+import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import yaml
+
+from ratchet.runs.checkpoints import CheckpointStore
+from ratchet.testing.kill_and_resume import Chaos, Trial, chaos, differences, spread
+from ratchet.training.session import resume_run
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = spec_from_file_location("benchmarks_chaos", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tiny(script, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chaos")
+    recipe = folder / "probe.yaml"
+    recipe.write_text(yaml.safe_dump({"name": "probe", **script.RECIPES["grpo"], "stages": [{**script.GRPO, "steps": 3}]}))
+    with chaos(recipe, folder, resume_after="step.update:3:kill") as made:
+        yield made
+
+
+KILLS = [
+    ("file.drafted:1:kill",),  # before the run has a configuration: it begins anew
+    (
+        "metrics.written:3:kill",
+        "file.drafted:1:kill",
+    ),  # a step's line has no checkpoint yet; while it is taken back
+    ("checkpoint.role:3:kill", "resume.role:2:kill"),
+    ("checkpoint.after_rename:3:kill",),  # what it would have pruned still goes
+    ("finish.exported:1:kill",),
+]
+
+
+@pytest.mark.parametrize("kills", KILLS, ids=[kills[0] for kills in KILLS])
+@pytest.mark.fault("P6")
+def test_a_training_killed_at_a_failpoint_ends_as_if_it_had_not_been(kills, tiny):
+    verdict = tiny.play(Trial(kills))
+    assert verdict.different == ()
+    assert (verdict.missed, verdict.starts) == (False, len(kills) + 1)
+
+
+SAVING = "checkpoint.after_write:2:interrupt"
+
+
+@pytest.mark.parametrize(
+    ("spec", "left"), [(SAVING, [1, 2]), (f"{SAVING}, checkpoint.after_manifest:2:interrupt", [1])], ids=["once", "twice"]
+)
+@pytest.mark.fault("P8", "P9")
+def test_ctrl_c_in_the_middle_of_a_save(spec, left, tiny, tmp_path):
+    """The first one lets it end, the second one does not wait for that."""
+    run = tmp_path / "run"
+    assert tiny.start(run, spec) == 130
+    assert CheckpointStore(run / "checkpoints").steps() == left
+    assert tiny.start(run, "") == 0
+    assert differences(tiny.whole, run) == []
+
+
+@pytest.mark.fault("D9")
+def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(script, tiny, tmp_path):
+    data, recipe, run = tmp_path / "rows.jsonl", tmp_path / "rows.yaml", tmp_path / "run"
+    rows = [json.dumps({"question": str(n), "answer": f"#### {n}"}) for n in range(40)]
+    data.write_text("\n".join(rows))
+    stage = {"algorithm": {"kind": "sft"}, "environment": {"kind": "gsm8k", "train": str(data)}, "steps": 2, "batch_size": 4}
+    characters = {"kind": "characters", "template": "plain"}
+    recipe.write_text(
+        yaml.safe_dump({**script.TINY, "name": "rows", "tokenizer": characters, "checkpoint": {"every": 1}, **stage})
+    )
+    changed = Chaos(recipe, tmp_path, tiny.forks)
+    assert changed.start(run, "step.update:2:kill") == -9
+    data.write_text("\n".join(rows[1:]))
+    assert changed.start(run, "") == 1
+    assert f"DataError: {data} changed since step 1" in tiny.forks.log.read_text()
+    allowed = tmp_path / "allowed"
+    copytree(run, allowed)
+    assert resume_run(allowed, command="test", changed_data=True) == 0
+    assert f"{data} changed since step 1: rows may come twice, or never" in (allowed / "run.log").read_text()
+    data.write_text("\n".join(rows))
+    assert changed.start(run, "") == 0
+    assert "was edited" not in (run / "run.log").read_text()
+
+
+@pytest.mark.fault("C11")
+def test_a_recipe_that_was_edited_under_a_run_is_told(tiny, tmp_path):
+    run = tmp_path / "run"
+    assert tiny.start(run, "step.update:3:kill") == -9
+    config = run / "config.yaml"
+    edited = config.read_text().replace("lr: 0.01", "lr: 0.02")
+    assert edited != config.read_text()
+    config.write_text(edited)
+    assert tiny.start(run, "") == 0
+    assert (
+        "the recipe was edited since step 2, and holds from here on: stages.0.optimizer.lr: 0.01 -> 0.02"
+        in (run / "run.log").read_text()
+    )
+
+
+def test_and_at_a_random_time(tiny):
+    (trial,) = tiny.at_random(1, seed=0)
+    assert tiny.play(trial).different == ()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "model/model.safetensors", "extra"])
+def test_a_difference_would_be_seen(name, tiny, tmp_path):
+    other = tmp_path / "run"
+    other.mkdir()
+    for path in sorted(tiny.whole.rglob("*")):
+        copy = other / path.relative_to(tiny.whole)
+        copy.mkdir() if path.is_dir() else copy.write_bytes(path.read_bytes())
+    assert differences(tiny.whole, other) == []
+    if name == "metrics.jsonl":
+        *rows, last = [json.loads(line) for line in (other / name).read_text().splitlines()]
+        rows.append({**last, "rollout/reward": -1.0})
+        (other / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif name == "summary.json":
+        (other / name).write_text((other / name).read_text().replace('"steps": 3', '"steps": 4'))
+    else:
+        (other / name).write_bytes(b"x")
+    assert len(differences(tiny.whole, other)) == 1
+
+
+def test_passages_are_spread_over_the_run():
+    assert [spread(3, 4), spread(9, 3), spread(9, 1), spread(2, 1)] == [[1, 2, 3], [1, 5, 9], [9], [2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "stages"])
+@pytest.mark.fault("P6")
+def test_every_failpoint(name, script, tmp_path, capsys):
+    result = script.measure(name, tmp_path / name, passages=1, at_random=4, seed=1)
+    assert not any(verdict.different for verdict in result.verdicts), capsys.readouterr().out
+    assert script.table([result]).count("\n") > 25

@@ -1,0 +1,214 @@
+"""`ratchet eval`: a run, a bare model, an API, and two of them against each other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rewards.fake_http import Answer, chat, serve
+
+from ratchet.commands.eval import Asked, Evaluation, evaluate_target, where
+from ratchet.commands.model_target import Target, open_target
+from ratchet.config.yaml_tree import write_text
+from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
+from ratchet.evals.results import Results
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.training.session import start_run
+
+RECIPE: dict[str, Any] = {
+    "threads": 1,
+    "device": "cpu",
+    "model": {"preset": "tiny", "overrides": {"hidden_size": 16, "n_layers": 1}},
+    "tokenizer": {"kind": "characters", "alphabet": "0123456789="},
+    "environment": {"kind": "sorting", "digits": 2},
+    "sampling": {"max_new_tokens": 3},
+    "logging": {"progress": "off", "tensorboard": False},
+    "algorithm": {"kind": "sft"},
+    "steps": 1,
+    "batch_size": 2,
+    "evaluation": {"tasks": 4, "environment": {"kind": "sorting", "digits": 3}},
+}
+FEW = Evaluation(tasks=3, samples=2)
+SORTING = Evaluation(on="sorting", words=["digits=2"], tasks=4, samples=2, asked=Asked(model="m"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    assert start_run(folder / "recipe.yaml", [], folder / "run", command="test") == 0
+    return folder / "run"
+
+
+def sorts(body: Any, number: int) -> Any:
+    return chat("".join(sorted(body["messages"][-1]["content"].rstrip("="))))
+
+
+def test_a_run_is_evaluated_where_its_recipe_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    evaluate_target(str(run), FEW, out=tmp_path / "out")
+    found = Results.read(tmp_path / "out")
+    assert (len(found.prompts), found.samples) == (3, 2)
+    assert {prompt.id.split("/")[0] for prompt in found.prompts} == {"sorting"}
+    assert found.about["max_new_tokens"] == 3
+    assert len(Results.read(run / "evals" / "sft" / "step-00000001").prompts) == 4
+    shown = capsys.readouterr().out
+    assert "mean@2" in shown
+    assert "pass@2" in shown
+    assert "accuracy" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_results_are_numbered_in_the_run(run: Path):
+    evaluate_target(str(run), FEW)
+    evaluate_target(str(run), FEW)
+    assert Results.read(run / "evals" / "sorting-1").prompts == Results.read(run / "evals" / "sorting-2").prompts
+
+
+STAGES = [
+    {"name": "first", "algorithm": {"kind": "sft"}, "steps": 2},
+    {"name": "second", "algorithm": {"kind": "sft"}, "steps": 2, "optimizer": {"lr": 0.1}},
+]
+
+
+def saved_run(folder: Path, learner: Any = None, **second: Any) -> Path:
+    """A run with a checkpoint of every step. learner: of both stages. second: more keys of its second one."""
+    own = {key: value for key, value in RECIPE.items() if key not in ("algorithm", "steps")}
+    stages = [STAGES[0], {**STAGES[1], **second}]
+    recipe = {**own, "checkpoint": {"every": 1, "keep": 9}, "stages": stages}
+    recipe |= {"learner": learner} if learner else {}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert start_run(folder / "recipe.yaml", [], folder / "run", command="test") == 0
+    return folder / "run"
+
+
+def weights_of(target: Target) -> dict[str, torch.Tensor]:
+    return dict(target.policy.model.canonical_weights())
+
+
+RANKS = {"learner": {"kind": "dtensor", "dp_shard": 2}}
+LORA = {"lora": {"rank": 2}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, LORA, RANKS, pytest.param({**LORA, **RANKS}, marks=pytest.mark.slow)],
+    ids=["all", "adapter", "ranks", "adapter on ranks"],
+)
+def test_a_checkpoint_has_the_weights_of_its_step(tmp_path: Path, more: dict[str, Any]):
+    run = saved_run(tmp_path, **more)
+    last, trained = open_target(run, step=4), open_target(run)
+    assert weights_of(last).keys() == weights_of(trained).keys()
+    assert all(torch.equal(weight, weights_of(trained)[name]) for name, weight in weights_of(last).items())
+    earlier = open_target(run / "checkpoints" / "step-00000002")
+    assert earlier.config is not None
+    assert [stage.name for stage in earlier.config.stages] == ["first"]
+    assert any(not torch.equal(weight, weights_of(trained)[name]) for name, weight in weights_of(earlier).items())
+
+
+def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = saved_run(tmp_path)
+    (run / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(RunDirectoryError, match=r"no finished model yet.*--step 4"):
+        evaluate_target(str(run), FEW)
+    evaluate_target(str(run), replace(FEW, step=2), against=str(run / "checkpoints" / "step-00000002"))
+    assert "step 2" in capsys.readouterr().out
+    by_step, by_path = (Results.read(run / "evals" / f"sorting-{number}") for number in (1, 2))
+    assert by_step.prompts == by_path.prompts
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        evaluate_target(str(run), replace(FEW, step=7))
+    with pytest.raises(ConfigError, match="--step 2 is of a run"):
+        evaluate_target(str(tmp_path / "elsewhere"), replace(FEW, step=2))
+
+
+def test_a_checkpoint_that_only_megatron_reads_is_refused(tmp_path: Path):
+    run = saved_run(tmp_path)
+    config = RunDirectory(run).read_config()
+    for stage in config["stages"]:
+        stage["learner"] = {"kind": "megatron"}
+    config["kernels"] = "torch"
+    RunDirectory(run).config.write_text(write_text(config))
+    with pytest.raises(ConfigError, match=r"stage first trained with learner\.kind=megatron.*end the run"):
+        open_target(run, step=2)
+
+
+def test_a_bare_model_and_another_environment(run: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="add --recipe RECIPE, whose environment"):
+        evaluate_target(str(run / "model"), FEW, out=tmp_path)
+    evaluate_target(str(run / "model"), Evaluation(on="sorting", words=["digits=2"], tasks=2, max_new_tokens=2), out=tmp_path)
+    assert Results.read(tmp_path).about["max_new_tokens"] == 2
+    with pytest.raises(ConfigError, match="dgits"):
+        evaluate_target(str(run), Evaluation(on="sorting", words=["dgits=2"]), out=tmp_path)
+
+
+def test_a_generator_may_be_chosen(run: Path, tmp_path: Path):
+    with pytest.raises(RatchetError, match=r"generator\.kind to engine"):
+        evaluate_target(str(run), Evaluation(tasks=1, generator="hf"), out=tmp_path)
+
+
+def test_an_api_against_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with serve(sorts) as fake:
+        evaluate_target(f"{fake.url}/v1", SORTING, against=str(run), out=tmp_path)
+        assert len(fake.seen) == 4 * 3
+    one, two = Results.read(tmp_path), Results.read(tmp_path / "against")
+    assert one.accuracy.value == 1.0
+    assert [prompt.digest for prompt in one.prompts] == [prompt.digest for prompt in two.prompts]
+    assert "A against B" in capsys.readouterr().out
+    # What was found can be compared again, and nothing is generated.
+    evaluate_target(str(tmp_path), FEW, against=str(tmp_path / "against" / "results.json"))
+    assert "A against B" in capsys.readouterr().out
+
+
+def test_a_benchmark_is_asked_whole_and_has_its_subjects(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"question": f"{i}?", "subject": "ab"[i % 2], "choices": ["w", "x", "y", "z"], "answer": i % 4} for i in range(24)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = Evaluation(on="mmlu", words=[f"test={tmp_path / 'test.jsonl'}"], samples=0, asked=Asked(model="m", concurrency=64))
+    with serve(lambda body, _: chat("Surely the answer is A.")) as fake:
+        evaluate_target(f"{fake.url}/v1", chosen, out=tmp_path / "out")
+    found = Results.read(tmp_path / "out")
+    assert (len(found.prompts), found.accuracy.value) == (24, 0.25)
+    assert found.about["tasks"] == 24
+    assert {tag: found.of(tag).accuracy.value for tag in found.tags} == {"a": 0.5, "b": 0.0}
+    assert found.prompts[0].votes
+    assert {prompt.greedy.answer for prompt in found.prompts if prompt.greedy} == {"A"}
+    assert "By tag" in capsys.readouterr().out
+    assert where(None, chosen)[1].evaluation.tasks == sys.maxsize  # not the 512 of a recipe
+
+
+def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):
+    evaluate_target(str(run), SORTING, out=tmp_path / "two")
+    with pytest.raises(DataError, match="asks something else"):
+        evaluate_target(str(run), FEW, against=str(tmp_path / "two"), out=tmp_path / "three")
+
+
+def test_keys_belong_to_an_environment_that_is_named(run: Path):
+    with pytest.raises(ConfigError, match="'digits=4' is a key of what --on names"):
+        evaluate_target(str(run), Evaluation(words=["digits=4"]))
+
+
+def test_mistakes_with_an_api(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--model is missing"):
+        evaluate_target("http://localhost:1/v1", Evaluation(on="sorting"))
+    with pytest.raises(ConfigError, match="add --on KIND, or --recipe"):
+        evaluate_target("http://localhost:1/v1", Evaluation(asked=Asked(model="m")))
+    with pytest.raises(ConfigError, match="--generator vllm is of models that run here"):
+        evaluate_target("http://localhost:1/v1", Evaluation(on="sorting", generator="vllm", asked=Asked(model="m")))
+    with pytest.raises(ConfigError, match="leave no attempt"):
+        evaluate_target("http://localhost:1/v1", Evaluation(on="sorting", greedy=False, samples=0, asked=Asked(model="m")))
+
+
+def test_where_nothing_could_be_judged_the_results_are_written_and_it_is_an_error(tmp_path: Path):
+    with serve(lambda body, _: Answer("no", 400)) as fake, pytest.raises(RatchetError, match=r"no attempt has a reward.*400"):
+        evaluate_target(f"{fake.url}/v1", SORTING, out=tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["failures"] == {"endpoint": 12}
+
+
+def test_results_survive_on_their_own(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(run / "evals" / "sft" / "step-00000000", tmp_path / "before")
+    evaluate_target(str(tmp_path / "before"), FEW, against=str(run / "evals" / "sft" / "step-00000001"))
+    assert "greedy" in capsys.readouterr().out

@@ -1,0 +1,75 @@
+"""`ratchet new`: what it writes works as it stands, run as a user would run it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pages import run
+from typer.testing import CliRunner
+
+from ratchet.cli.main import app, main
+from ratchet.commands.new import KINDS, scaffold
+from ratchet.errors import ConfigError
+from ratchet.training.session import start_run
+
+SHORT = [
+    f"stages.{stage}.{key}" for stage in ("sft", "grpo") for key in ("steps=1", "batch_size=4", "optimizer.warmup_steps=0")
+]
+QUIET = ["evaluation.tasks=4", "logging.progress=off", "logging.tensorboard=false"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_recipe_trains_at_once(here: Path) -> None:
+    said = CliRunner().invoke(app, ["new", "recipe", "first-try"])
+    assert said.output.split() == ["first-try.yaml", "next:", "ratchet", "train", "first-try.yaml"]
+    shown = CliRunner().invoke(app, ["check", "first-try.yaml"])
+    assert shown.exit_code == 0
+    assert "stage 2 of 2: grpo" in shown.output
+    assert start_run(Path("first-try.yaml"), [*SHORT, *QUIET], here / "run", command="train") == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path"), [("environment", "MyMaze", "my_maze:MyMaze"), ("reward", "brief", "brief:brief")]
+)
+def test_its_generated_tests_pass_and_so_does_the_next_command(here: Path, kind: str, name: str, path: str) -> None:
+    files, command = scaffold(kind, name)
+    assert command == f"ratchet check {path}"
+    assert "passed" in run(here, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(files[1]))
+    shown = run(here, "-m", "ratchet", "check", path)
+    assert "holds" in shown
+    assert "fails" not in shown
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_overwritten(here: Path, kind: str) -> None:
+    files, _ = scaffold(kind, "mine")
+    files[-1].write_text("precious")
+    for other in files[:-1]:  # of several, one that is there is enough
+        other.unlink()
+    with pytest.raises(ConfigError, match=rf"{files[-1].name} is there already"):
+        scaffold(kind, "mine")
+    assert os.listdir(here) == [files[-1].name]
+    assert files[-1].read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("recipe", "a/b"), ("recipe", "../x"), ("environment", "2fast"), ("reward", "class"), ("reward", "a b")]
+)
+def test_a_name_that_can_be_none(here: Path, kind: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="can't name"):
+        scaffold(kind, name)
+    assert not os.listdir(here)
+
+
+def test_another_kind_is_a_mistake_of_the_command_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ratchet", "new", "castle", "x"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2

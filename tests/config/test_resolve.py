@@ -1,0 +1,186 @@
+import importlib
+import inspect
+import sys
+import types
+from typing import ClassVar
+
+import pytest
+from pydantic import ValidationError
+
+from ratchet.config.base import Section
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import resolve, section_class
+from ratchet.errors import ConfigError
+
+
+class MazeConfig(Section):
+    """Of a maze."""
+
+    default_reward: ClassVar[str] = "exact_match"
+    width: int = 4
+
+
+class Playable:
+    """The methods that a class needs to stand for an environment."""
+
+    tasks = reset = step = close = None
+
+
+class Maze(Playable):
+    Config = MazeConfig
+
+    def __init__(self, config: MazeConfig) -> None:
+        self.config = config
+
+
+class Annotated(Playable):
+    def __init__(self, config: MazeConfig) -> None:
+        self.config = config
+
+
+class Plain(Playable):
+    def __init__(self, width: int, height: int = 3, *, name: str = "x") -> None:
+        self.width, self.height, self.name = width, height, name
+
+
+class Variadic:
+    def __init__(self, *sizes: int) -> None: ...
+
+
+class Unreadable:
+    def __init__(self, lock: types.FrameType) -> None: ...
+
+
+class Reserved:
+    def __init__(self, weight: float) -> None: ...
+
+
+class Foreign:
+    class Config:
+        pass
+
+
+def brief(trajectory, task, *, limit: int = 10, scale: float = 1.0):
+    return scale * (len(trajectory) <= limit)
+
+
+CONSTANT = 3
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch):
+    module = types.ModuleType("maze_for_test")
+    for name in (
+        "MazeConfig",
+        "Maze",
+        "Annotated",
+        "Plain",
+        "Variadic",
+        "Unreadable",
+        "Reserved",
+        "Foreign",
+        "brief",
+        "CONSTANT",
+    ):
+        setattr(module, name, globals()[name])
+    monkeypatch.setitem(sys.modules, "maze_for_test", module)
+    section_class.cache_clear()
+
+
+def construct(section, *context):
+    """As the composition root does."""
+    module, _, name = section.builds.partition(":")
+    return getattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name)(section, *context)
+
+
+@pytest.mark.parametrize("name", ["Maze", "Annotated"])
+def test_a_class_with_a_section_is_built_with_it(name):
+    section = resolve("environment", {"kind": f"maze_for_test:{name}", "width": 7})
+    assert isinstance(section, MazeConfig)
+    assert (section.kind, section.width, section.default_reward) == (f"maze_for_test:{name}", 7, "exact_match")
+    assert construct(section).config.width == 7
+    assert section == resolve("environment", section.model_dump())
+
+
+def test_a_class_without_a_section_is_validated_by_its_signature():
+    section = resolve("environment", {"kind": "maze_for_test:Plain", "width": 7, "name": "y"})
+    made = construct(section, "context that only sections with a Config get")
+    assert (made.width, made.height, made.name) == (7, 3, "y")
+    with pytest.raises(ValidationError, match="width"):
+        resolve("environment", {"kind": "maze_for_test:Plain"})
+    with pytest.raises(ValidationError, match="depth"):
+        resolve("environment", {"kind": "maze_for_test:Plain", "width": 1, "depth": 2})
+    with pytest.raises(ValidationError, match="must be a whole number"):
+        resolve("environment", {"kind": "maze_for_test:Plain", "width": "1"})
+
+
+def test_a_plain_function_is_a_reward_with_its_options_bound():
+    section = resolve("rewards", {"kind": "maze_for_test:brief", "limit": 2, "weight": 0.5})
+    assert section.weight == 0.5
+    reward = construct(section)
+    assert (reward([1, 2], None), reward([1, 2, 3], None)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("slot", "kind", "message"),
+    [
+        ("environment", "maze_for_test:Variadic", r"takes '\*sizes: int', which has no keys"),
+        ("environment", "maze_for_test:Unreadable", "can't be read from YAML"),
+        ("rewards", "maze_for_test:Reserved", "parameter 'weight' of 'maze_for_test:Reserved' is a key that every section has"),
+        ("environment", "maze_for_test:Foreign", "must derive from ratchet.config.base.Section"),
+        ("environment", "maze_for_test:CONSTANT", "neither a class nor a function"),
+        ("environment", "maze_for_test:Maz", "did you mean 'maze_for_test:Maze'"),
+        ("environment", "absent_for_test:Maze", "can't be imported"),
+        ("algorithm", "grppo", "did you mean 'grpo'"),
+    ],
+)
+@pytest.mark.fault("C12")
+def test_an_unusable_kind_says_why(slot, kind, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(slot, {"kind": kind})
+
+
+def test_a_slot_with_a_default_kind_needs_none():
+    assert resolve("learner", {"max_bad_steps": 5}).max_bad_steps == 5
+    with pytest.raises(ConfigError, match="one of sft, policy_gradient, grpo"):
+        resolve("algorithm", {})
+
+
+@pytest.mark.parametrize(("slot", "kind"), [(slot, kind) for slot in KINDS for kind in KINDS[slot]])
+def test_each_built_in_kind_is_there_and_knows_its_name(slot, kind):
+    section = section_class(slot, kind)
+    assert section.model_fields["kind"].default == kind
+    assert ":" in section.builds
+
+
+ALGORITHMS = ("policy_gradient", "preference", "distillation", "reward_model", "supervised")
+ENVIRONMENTS = ("", "adapters_", "code_", "dataset_", "games_", "mixture_", "terminal_", "tool_", "vision_", "workers_")
+MODULES = {
+    "algorithm": [f"algorithms.config.{name}" for name in ALGORITHMS],
+    "advantage": ["algorithms.config.advantages"],
+    "policy_loss": ["algorithms.config.policy_losses"],
+    "shaping": ["algorithms.config.shaping"],
+    "environment": [*(f"environments.{name}config" for name in ENVIRONMENTS), "environments.vlm", "experience.config"],
+    "tool": ["environments.tools.config"],
+    "rewards": ["rewards.config"],
+    "optimizer": ["config.schema", "learners.optimizer_config"],
+    "learner": ["learners.config"],
+    "generator": ["generators.config", "generators.workers_config"],
+    "tokenizer": ["data.config"],
+}
+# bases of kinds, and lone parts
+NO_KINDS = {"PreferenceConfig", "DistillationConfig", "Estimator", "PolicyLoss", "CorrectionConfig", "StaleCorrectionConfig"}
+
+
+@pytest.mark.parametrize("slot", MODULES)
+def test_the_table_holds_every_section_that_its_package_declares(slot):
+    declared = set()
+    for name in MODULES[slot]:
+        module = importlib.import_module(f"ratchet.{name}")
+        declared |= {c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__}
+    kinds = {c for c in declared if issubclass(c, Section) and c.builds and c.__name__ not in NO_KINDS}
+    assert {f"{c.__module__}:{c.__qualname__}" for c in kinds} == set(KINDS[slot].values())
+
+
+def test_a_mixture_is_made_of_the_same_estimators():
+    assert set(KINDS["advantage"]) == {*KINDS["estimator"], "mixture"}

@@ -1,0 +1,330 @@
+"""What is said of media becomes bytes and pixels, and whatever is wrong with one is an error that names it."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import io
+import random
+import struct
+import threading
+import wave
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.signal import resample
+
+from ratchet.data.formats.media import MediaLimits, audio_of, embed, embedded, fetch, image_of, shown, video_of
+from ratchet.errors import DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL", "ignore::PIL.Image.DecompressionBombWarning")
+
+LIMITS = MediaLimits()
+WHERE = "rows.jsonl, line 3"
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def noise(width: int = 32, height: int = 24) -> Image.Image:
+    values = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def png_that_declares(width: int, height: int) -> bytes:
+    content = bytearray(encoded(Image.new("L", (1, 1))))
+    content[16:24] = struct.pack(">II", width, height)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    return bytes(content)
+
+
+def wav(samples: bytes, *, width: int = 2, channels: int = 1, rate: int = 8000) -> bytes:
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(samples)
+    return buffer.getvalue()
+
+
+# --- from a reference to bytes
+
+
+def test_a_file_is_found_by_its_path_below_the_root_and_as_it_is_without_one(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"abc")
+    assert fetch("images/a.png", where=WHERE, limits=LIMITS, root=tmp_path) == b"abc"
+    assert fetch(str(tmp_path / "images" / "a.png"), where=WHERE, limits=LIMITS, root=tmp_path) == b"abc"
+    assert fetch(f"file://{tmp_path}/images/a.png", where=WHERE, limits=LIMITS) == b"abc"
+
+
+@pytest.mark.parametrize(
+    "reference", ["../secret.png", "/etc/hostname", "a/../../secret.png", "file:///etc/hostname", "link.png"]
+)
+def test_a_path_does_not_leave_its_root(tmp_path: Path, reference: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "secret.png").write_bytes(b"abc")
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(DataError, match=rf"^{WHERE}: .*lies outside"):
+        fetch(reference, where=WHERE, limits=LIMITS, root=root)
+
+
+@pytest.mark.fault("D11")
+def test_a_missing_file_is_an_error_that_names_row_and_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"^{WHERE}: gone\.png: can't be read .*No such file or directory.*drop the row"):
+        fetch("gone.png", where=WHERE, limits=LIMITS, root=tmp_path)
+    with pytest.raises(DataError, match=r"is no path|can't be read"):
+        fetch("a" * 5000, where=WHERE, limits=LIMITS, root=tmp_path)
+    for nothing in ("", "a\0b"):
+        with pytest.raises(DataError, match="names no file"):
+            fetch(nothing, where=WHERE, limits=LIMITS, root=tmp_path)
+
+
+def test_a_data_url_holds_its_file() -> None:
+    content = bytes(range(256))
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    assert fetch(url, where=WHERE, limits=LIMITS) == content
+    for broken, why in (("data:image/png,abc", "is no data: URL in base64"), ("data:;base64,@@@", "base64 is broken")):
+        with pytest.raises(DataError, match=why):
+            fetch(broken, where=WHERE, limits=LIMITS)
+
+
+def test_what_is_larger_than_the_limit_is_not_read(tmp_path: Path) -> None:
+    small = MediaLimits(max_mib=1)
+    (tmp_path / "a.png").write_bytes(bytes(2**20 + 1))
+    (tmp_path / "b.png").write_bytes(bytes(2**20))
+    url = "data:image/png;base64," + base64.b64encode(bytes(2**20 + 4)).decode()
+    for reference in ("a.png", url):
+        with pytest.raises(DataError, match=r"more than 1 MiB.*raise max_mib"):
+            fetch(reference, where=WHERE, limits=small, root=tmp_path)
+    assert len(fetch("b.png", where=WHERE, limits=small, root=tmp_path)) == 2**20
+
+
+def test_an_object_store_is_read_below_its_root_alone() -> None:
+    import fsspec
+
+    with fsspec.open("memory://media-test/in/a.png", "wb") as file:
+        file.write(b"abc")  # pyright: ignore[reportAttributeAccessIssue]
+    root = "memory://media-test/in"
+    assert fetch("a.png", where=WHERE, limits=LIMITS, root=root) == b"abc"
+    assert fetch("memory://media-test/in/a.png", where=WHERE, limits=LIMITS) == b"abc"
+    for outside in ("../a.png", "memory://media-test/a.png", "memory://media-test/in/../a.png"):
+        with pytest.raises(DataError, match="lies outside"):
+            fetch(outside, where=WHERE, limits=LIMITS, root=root)
+
+
+@pytest.mark.parametrize(
+    "reference", ["ftp://a/b.png", "zip://x::http://a/b.zip", "simplecache::http://a/b.png", "local://etc/x"]
+)
+def test_an_address_that_nothing_should_read_is_refused(reference: str) -> None:
+    with pytest.raises(DataError, match=r"nothing reads media from .*give a path"):
+        fetch(reference, where=WHERE, limits=LIMITS)
+
+
+@pytest.mark.fault("D12")
+def test_an_address_of_the_web_is_fetched_only_where_that_was_asked_for() -> None:
+    class Once(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/a.png" else 404)
+            self.end_headers()
+            self.wfile.write(b"abc" if self.path == "/a.png" else b"")
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Once)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        with pytest.raises(DataError, match=r"a\.png: addresses of the web are not fetched: set urls: true"):
+            fetch(f"{address}/a.png", where=WHERE, limits=LIMITS)
+        assert fetch(f"{address}/a.png", where=WHERE, limits=MediaLimits(urls=True)) == b"abc"
+        with pytest.raises(DataError, match=rf"^{WHERE}: http.*/b\.png: can't be fetched \(Not Found\)"):
+            fetch(f"{address}/b.png", where=WHERE, limits=MediaLimits(urls=True))
+    finally:
+        server.shutdown()
+        server.server_close()
+    with pytest.raises(DataError, match=r"can't be fetched .*refused"):
+        fetch(f"{address}/a.png", where=WHERE, limits=MediaLimits(urls=True))
+
+
+def test_errors_do_not_hold_the_file_itself() -> None:
+    assert shown("data:image/png;base64," + "A" * 10_000) == "data:image/png;base64,..."
+    assert len(shown("x" * 10_000)) < 100
+
+
+# --- images
+
+
+@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "PPM", "GIF", "JPEG", "WEBP"])
+def test_an_image_of_every_form_is_rgb(form: str) -> None:
+    image = Image.new("RGB", (20, 10), (250, 0, 5))
+    read = image_of(encoded(image, form), where=WHERE, limits=LIMITS)
+    assert (read.mode, read.size) == ("RGB", (20, 10))
+    assert np.abs(np.asarray(read).astype(int) - np.asarray(image)).max() <= 6  # JPEG
+
+
+def test_an_embedded_image_is_the_same_pixels_and_always_the_same_bytes() -> None:
+    part = embed(noise())
+    assert part == embed(noise())
+    assert part.type == "image"
+    assert part.value.startswith("data:image/png;base64,")
+    read = image_of(fetch(part.value, where=WHERE, limits=LIMITS), where=WHERE, limits=LIMITS)
+    assert (np.asarray(read) == np.asarray(noise())).all()
+    assert embedded("image", encoded(noise(), "WEBP")).value.startswith("data:image/webp;base64,")
+    assert embedded("audio", wav(b"\0\0")).value.startswith("data:audio/wav;base64,")
+
+
+def test_transparent_lies_on_white_and_sixteen_bits_keep_their_upper_half() -> None:
+    clear = Image.new("RGBA", (2, 1), (10, 20, 30, 255))
+    clear.putpixel((1, 0), (10, 20, 30, 0))
+    read = image_of(encoded(clear), where=WHERE, limits=LIMITS)
+    assert [read.getpixel((x, 0)) for x in (0, 1)] == [(10, 20, 30), (255, 255, 255)]
+    deep = Image.fromarray(np.array([[0, 256 * 77, 65535]], np.uint16))
+    read = image_of(encoded(deep), where=WHERE, limits=LIMITS)
+    assert [read.getpixel((x, 0)) for x in range(3)] == [(0,) * 3, (77,) * 3, (255,) * 3]
+    with pytest.raises(DataError, match="32 bits"):
+        image_of(encoded(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"), where=WHERE, limits=LIMITS)
+
+
+def test_a_photograph_is_turned_as_the_camera_was_held() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by a quarter
+    assert image_of(encoded(noise(32, 24), "JPEG", exif=exif), where=WHERE, limits=LIMITS).size == (24, 32)
+
+
+@pytest.mark.fault("D13")
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_a_file_that_is_cut_off_anywhere_is_an_error_or_whole(form: str) -> None:
+    whole = encoded(noise(), form)
+    place = f"{WHERE}: a.{form.lower()}"
+    for end in range(0, len(whole) * 9 // 10, max(1, len(whole) // 60)):
+        with pytest.raises(DataError, match=rf"^{place}: (the file is empty|is no whole image|the image is damaged)"):
+            image_of(whole[:end], where=place, limits=LIMITS)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_changed_bytes_never_raise_anything_but_a_data_error(form: str) -> None:
+    whole, rng = encoded(noise(), form), random.Random(form)
+    for _ in range(150):
+        changed = bytearray(whole)
+        for _ in range(rng.randint(1, 8)):
+            changed[rng.randrange(min(len(changed), 200))] = rng.randrange(256)
+        with suppress(DataError):
+            assert image_of(bytes(changed), where=WHERE, limits=LIMITS).mode == "RGB"
+
+
+@pytest.mark.fault("D13")
+def test_what_is_empty_or_no_image_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"^rows.jsonl, line 3: a\.png: the file is empty: copy it again, or drop the row"):
+        image_of(b"", where=f"{WHERE}: a.png", limits=LIMITS)
+    for other in (b"hello", b"%PDF-1.7 ...", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe-3.0 EPSF-3.0\n" * 9):
+        with pytest.raises(DataError, match="is no whole image of a form that is read: give PNG, JPEG"):
+            image_of(other, where=WHERE, limits=LIMITS)
+
+
+@pytest.mark.fault("D14")
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(DataError, match=r"is 20000 x 4 pixels, 8192 at most on a side.*raise max_side"):
+        image_of(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=LIMITS)
+    wide = MediaLimits(max_side=30_000)
+    assert image_of(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=wide).size == (20_000, 4)
+    with pytest.raises(DataError, match=r"declares 8000 x 8001 = 64008000 pixels, 64000000 at most.*raise max_pixels"):
+        image_of(png_that_declares(8000, 8001), where=WHERE, limits=LIMITS)
+    # Beyond its first limit Pillow only warns, and decodes; beyond its second it raises an error of its own.
+    for side in (10_000, 14_000, 30_000):
+        with pytest.raises(DataError, match=r"pixels"):
+            image_of(png_that_declares(side, side), where=WHERE, limits=wide)
+
+
+# --- videos
+
+
+def frames(count: int) -> list[Image.Image]:
+    return [Image.new("RGB", (8, 8), (i * 20, 0, 0)) for i in range(count)]
+
+
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
+def test_the_frames_of_an_animation_in_order(form: str) -> None:
+    first, *rest = frames(4)
+    options = {"lossless": True} if form == "WEBP" else {}
+    source = encoded(first, form, save_all=True, append_images=rest, **options)
+    assert [frame.getpixel((0, 0)) for frame in video_of(source, where=WHERE, limits=LIMITS)] == [
+        (0, 0, 0), (20, 0, 0), (40, 0, 0), (60, 0, 0),
+    ]  # fmt: skip
+
+
+def test_of_a_longer_video_frames_are_taken_at_even_distances() -> None:
+    images = [encoded(frame) for frame in frames(9)]
+    read = video_of(images, where=WHERE, limits=MediaLimits(max_frames=3))
+    assert [frame.getpixel((0, 0)) for frame in read] == [(0, 0, 0), (80, 0, 0), (160, 0, 0)]
+    first, *rest = frames(9)
+    read = video_of(encoded(first, "GIF", save_all=True, append_images=rest), where=WHERE, limits=MediaLimits(max_frames=3))
+    assert [frame.getpixel((0, 0)) for frame in read] == [(0, 0, 0), (80, 0, 0), (160, 0, 0)]
+
+
+def test_a_bad_video_is_an_error_that_says_which_frame() -> None:
+    with pytest.raises(DataError, match=rf"^{WHERE}, frame 1: the file is empty"):
+        video_of([encoded(noise()), b""], where=WHERE, limits=LIMITS)
+    with pytest.raises(DataError, match="has no frames"):
+        video_of([], where=WHERE, limits=LIMITS)
+    with pytest.raises(DataError, match=r"MP4.*give the frames as images"):
+        video_of(b"\0\0\0\x18ftypmp42" + bytes(40), where=WHERE, limits=LIMITS)
+    first, *rest = frames(4)
+    whole = encoded(first, "GIF", save_all=True, append_images=rest)
+    with pytest.raises(DataError, match=r"damaged|no whole image"):
+        video_of(whole[:40], where=WHERE, limits=LIMITS)
+
+
+# --- audio
+
+
+def test_samples_of_every_width_are_between_minus_one_and_one() -> None:
+    for width in (1, 2, 3, 4):
+        top = 2 ** (8 * width - 1)
+        values = [-top, -top // 2, 0, top // 2, top - 1]
+        if width == 1:
+            raw = bytes(value + 128 for value in values)
+        else:
+            raw = b"".join(value.to_bytes(width, "little", signed=True) for value in values)
+        audio = audio_of(wav(raw, width=width), where=WHERE, limits=LIMITS)
+        np.testing.assert_allclose(audio.samples_N, [-1, -0.5, 0, 0.5, (top - 1) / top], atol=1e-7)
+        assert (audio.samples_N.dtype, audio.rate_hz) == (np.float32, 8000)
+
+
+def test_channels_are_averaged() -> None:
+    raw = np.array([[16384, 0], [-16384, 16384]], "<i2").tobytes()
+    assert audio_of(wav(raw, channels=2), where=WHERE, limits=LIMITS).samples_N.tolist() == [0.25, 0.0]
+
+
+@pytest.mark.parametrize("wanted", [4000, 7000, 16000, 44100])
+def test_another_rate_as_scipy_resamples(wanted: int) -> None:
+    t = np.arange(801)
+    samples = (9000 * np.sin(t / 5) + 5000 * np.cos(t / 7) * np.exp(-t / 300)).astype("<i2")
+    audio = audio_of(wav(samples.tobytes()), where=WHERE, limits=LIMITS, rate_hz=wanted)
+    expected = resample(samples / 32768, round(801 * wanted / 8000))
+    assert audio.rate_hz == wanted
+    np.testing.assert_allclose(audio.samples_N, expected, atol=1e-4)
+
+
+@pytest.mark.fault("D13")
+def test_a_bad_clip_is_an_error() -> None:
+    whole = wav(bytes(2000))
+    for broken, why in (
+        (b"", "is empty"),
+        (whole[:1000], "header declares 1000 samples, and 478 are there"),
+        (whole[:30], "damaged or cut off"),
+        (wav(b""), "no samples"),
+        (b"hello", "no WAV file of whole numbers|is no audio"),
+    ):
+        with pytest.raises(DataError, match=why) as caught:
+            audio_of(broken, where=WHERE, limits=LIMITS)
+        assert str(caught.value).startswith(WHERE)
+    with pytest.raises(DataError, match=r"declares 1000 samples at 8000 Hz, 0\.1 s at most.*raise max_audio_s"):
+        audio_of(whole, where=WHERE, limits=MediaLimits(max_audio_s=0.1))

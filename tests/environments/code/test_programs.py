@@ -1,0 +1,111 @@
+"""Programs to write, judged by tests; and to repair, with the error shown."""
+
+import asyncio
+import json
+from itertools import islice
+
+import pytest
+
+from ratchet.config.resolve import construct, resolve
+from ratchet.errors import DataError
+from ratchet.rewards.weighted_sum import composed
+from ratchet.testing import check_environment
+from ratchet.types import Message, Task
+
+CODE = composed((resolve("rewards", {"kind": "code"}),))
+ECHO = {"prompt": "double it", "tests": [{"stdin": "2", "stdout": "4"}, {"stdin": "5", "stdout": "10"}]}
+
+
+def made(kind, **keys):
+    return construct(resolve("environment", {"kind": kind, **keys}))
+
+
+def test_made_up_programs_keep_the_kit_and_their_demonstrations_pass_their_tests():
+    environment = made("programs", operations=2)
+    check_environment(environment, reward=CODE)
+    task = next(iter(environment.tasks("train", seed=0)))
+    assert task.meta["entry_point"] == "f"
+
+
+def test_a_made_up_function_by_hand():
+    environment = made("programs", operations=3)
+    task = environment.sample(type("Fixed", (), {"choice": lambda s, x: next(s.signs), "randint": lambda s, a, b: 3,
+                                                 "signs": iter("*+-")})())  # fmt: skip
+    assert task.prompt == "*3+3-3\n"
+    assert task.answer == "def f(x):\n x*=3\n x+=3\n x-=3\n return x"
+    assert "assert candidate(7) == 21" in task.meta["test"]
+    assert "assert candidate(-12) == -36" in task.meta["test"]
+
+
+def rows(tmp_path, *extra):
+    path = tmp_path / "code.jsonl"
+    given = [{**ECHO, "prompt": f"double it, {i}", "canonical_solution": "print(int(input()) * 2)"} for i in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*given, *extra]))
+    return path
+
+
+def test_programs_come_from_a_file(tmp_path):
+    environment = made("programs", train=str(rows(tmp_path)))
+    check_environment(environment, reward=CODE)
+    with pytest.raises(DataError, match=r"code.jsonl, line 31: a row needs tests"):
+        made("programs", train=str(rows(tmp_path, {"prompt": "no tests"}))).rows("train")
+    with pytest.raises(DataError, match=r"the prompt of 'programs/test/1' is also in"):
+        made("programs", train=str(rows(tmp_path)), test=str(rows(tmp_path))).rows("train")
+    (bare,) = islice(made("programs", train=str(rows(tmp_path, ECHO)), test=None).tasks("train", seed=0), 1)
+    assert bare.meta["tests"]
+    for keys, message in (({"test": "x.jsonl"}, "test is read beside train"), ({"train": "x", "operations": 3}, "made-up")):
+        with pytest.raises(ValueError, match=message):
+            resolve("environment", {"kind": "programs", **keys})
+
+
+def repaired(task, *programs, **keys):
+    environment = made("code_repair", problems={"kind": "programs"}, **keys)
+
+    async def play():
+        assert await environment.reset(task) == task.messages
+        return [await environment.step(Message("assistant", program)) for program in programs]
+
+    return asyncio.run(play())
+
+
+def test_the_kit_where_every_try_is_judged_by_the_tests():
+    check_environment(made("code_repair", problems={"kind": "programs"}), n=50)
+
+
+def test_what_a_program_printed_is_shown_and_the_second_one_passes():
+    task = Task("t", (Message("user", "double it"),), meta=ECHO)
+    wrong, right = repaired(task, "print(4)", "```python\nprint(2 * int(input()))\n```", discount=0.5)
+    assert (wrong.done, wrong.reward) == (False, 0.0)
+    assert wrong.messages == (Message("user", "For the input\n5\nyour program prints\n4\n\nand this is expected:\n10"),)
+    assert (right.done, right.reward, right.metrics) == (True, 0.5, {"programs": 1, "repaired": 1.0})
+
+
+def test_a_crash_is_shown_by_the_end_of_its_traceback_and_tries_are_bounded():
+    task = Task("t", (Message("user", "double it"),), meta=ECHO)
+    first, second = repaired(task, "int('x')", "print(", tries=2, error_chars=100)
+    (told,) = first.messages
+    assert told.text.startswith("For the input\n2\nYour program does not pass its tests:\n...")
+    assert "ValueError: invalid literal for int()" in told.text
+    assert (second.done, second.reward, second.messages) == (True, 0.0, ())
+
+
+def test_the_assertion_that_a_function_breaks_is_shown():
+    task = next(iter(made("programs").tasks("train", seed=0)))
+    wrong, right = repaired(task, "def f(x):\n return 123456", str(task.answer))
+    assert "assert candidate(0) ==" in wrong.messages[0].text
+    assert (right.done, right.reward) == (True, 1.0)
+    human = {
+        "prompt": 'def inc(x):\n    """Adds one."""\n',
+        "entry_point": "inc",
+        "test": "def check(candidate):\n    assert candidate(1) == 2\n",
+    }
+    task = Task("h", (Message("user", human["prompt"]),), meta=human)
+    wrong, right = repaired(task, "    return x\n", "def inc(x):\n    return x + 1\n")
+    assert "assert candidate(1) == 2" in wrong.messages[0].text
+    assert right.reward == 1.0
+
+
+def test_an_answer_without_a_program_is_told_so():
+    task = Task("t", (Message("user", "double it"),), meta=ECHO)
+    (told,) = repaired(task, "I don't know", judge={"require_block": True})
+    assert "There is no program in your answer" in told.messages[0].text

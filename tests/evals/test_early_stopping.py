@@ -1,0 +1,108 @@
+"""A stage ends where it has stopped getting better, also when it is interrupted on the way, and can leave its best behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from ratchet.errors import ConfigError
+from ratchet.evals.early_stopping import Patience, signed
+from ratchet.evals.results import Results
+from ratchet.runs.checkpoints import CheckpointStore
+from ratchet.training.session import resume_run, start_run
+from ratchet.utils import failpoints
+
+RECIPE: dict[str, Any] = {
+    "name": "probe",
+    "threads": 1,
+    "device": "cpu",
+    "model": {"preset": "tiny", "overrides": {"hidden_size": 16, "n_layers": 1}},
+    "tokenizer": {"kind": "characters", "alphabet": "0123456789="},
+    "environment": {"kind": "sorting", "digits": 2},
+    "sampling": {"max_new_tokens": 3},
+    "logging": {"progress": "off", "tensorboard": False},
+    "algorithm": {"kind": "sft"},
+    "optimizer": {"lr": 1e-12},  # learns nothing
+    "steps": 9,
+    "batch_size": 2,
+    "evaluation": {"tasks": 2, "every": 1, "patience": 3},
+    "checkpoint": {"every": 1, "keep_best": 1},
+}
+
+
+def trained(folder: Path, **keys: Any) -> tuple[Path, int]:
+    """The run of the recipe with other keys, and its status."""
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **keys}))
+    return folder / "run", start_run(folder / "recipe.yaml", [], folder / "run", command="test")
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(("time/", "system/"))} for row in found]
+
+
+def test_what_is_best_and_since_when():
+    patience = Patience(2, "eval/accuracy", min_gain=0.1)
+    best, fruitless = patience.after({"eval/accuracy": 0.5}, None, 0)
+    assert (best, fruitless) == (0.5, 0)
+    assert patience.after({"eval/accuracy": 0.55}, best, fruitless) == (0.5, 1)
+    assert patience.after({"eval/accuracy": None}, best, 1) == (0.5, 2)
+    assert patience.after({"eval/accuracy": 0.7}, best, 1) == (0.7, 0)
+    assert Patience(1, "-eval/loss").after({"eval/loss": 2.0}, -3.0, 0) == (-2.0, 0)
+    assert signed("-eval/loss", {"eval/loss": None}) is None
+    with pytest.raises(ConfigError, match="eval/acuracy, and the evaluation reports eval/accuracy, eval/failed"):
+        Patience(1, "eval/acuracy").after({"eval/failed": 0, "eval/accuracy": 1, "policy/loss": 2}, None, 0)
+
+
+def test_a_stage_that_gets_no_better_ends_early_and_says_so(tmp_path: Path):
+    stage = {"algorithm": {"kind": "sft"}}
+    run, status = trained(tmp_path / "a", stages=[{"name": "one", **stage}, {"name": "two", **stage, "steps": 1}])
+    assert status == 0
+    # The first evaluation is the best; three more are not better. The next stage begins where the recipe says.
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4, 10]
+    assert [stage["steps"] for stage in json.loads((run / "summary.json").read_text())["stages"]] == [4, 1]
+    assert (
+        "stage one ends after step 4 of 9: eval/accuracy was no better in 3 evaluations in a row"
+        in (run / "run.log").read_text()
+    )
+    found = Results.read(run / "evals" / "one" / "step-00000004")
+    assert len(found.prompts) == 2
+    assert (run / "evals" / "one" / "step-00000004" / "report.md").is_file()
+
+
+@pytest.mark.parametrize("fault", ["step.sample:4:raise", "stage.end:1:raise", "finish.summary:1:raise"])
+def test_patience_goes_on_where_it_was_interrupted(fault: str, tmp_path: Path):
+    """In the middle of counting, and after it has run out."""
+    failpoints.arm(fault)
+    with pytest.raises(failpoints.InjectedFault):
+        trained(tmp_path / "a")
+    failpoints.arm("")
+    run = tmp_path / "a" / "run"
+    assert resume_run(run, command="test") == 0
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
+    assert json.loads((run / "summary.json").read_text())["stages"][0]["steps"] == 4
+    assert CheckpointStore(run / "checkpoints").steps() == [3, 4]
+
+
+def test_what_is_left_behind_may_be_the_best(tmp_path: Path):
+    """By the loss of its batch, the highest: that is of the first step, while it learns."""
+    learns: dict[str, Any] = {"optimizer": {"lr": 0.05}, "evaluation": {"tasks": 2, "every": 1}}
+    keeps = {"every": 1, "keep": 1, "keep_best": 1, "metric": "policy/loss"}
+    first, _ = trained(tmp_path / "first", **learns, steps=1)
+    last, _ = trained(tmp_path / "last", **learns, steps=4, checkpoint=keeps)
+    best, _ = trained(tmp_path / "best", **learns, steps=4, checkpoint={**keeps, "end_with": "best"})
+    assert CheckpointStore(best / "checkpoints").steps() == [1, 4]
+    weights = [load_file(run / "model" / "model.safetensors") for run in (first, best, last)]
+    for name, weight in weights[0].items():
+        assert weight.tobytes() == weights[1][name].tobytes()
+    assert any(weight.tobytes() != weights[2][name].tobytes() for name, weight in weights[0].items())
+    assert "ends with the weights of step 1, its best by policy/loss" in (best / "run.log").read_text()
+    assert resume_run(best, command="test") == 0
+    again = load_file(best / "model" / "model.safetensors")
+    assert all(weight.tobytes() == again[name].tobytes() for name, weight in weights[0].items())

@@ -1,0 +1,190 @@
+"""Calls of a group: order, results, errors, deadlines."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+import torch
+from executors.components import arrays
+
+from ratchet.config.schema import RunConfig
+from ratchet.errors import CallTimeout, ConfigError, PortBusy, VersionMismatch, WorkerRaised
+from ratchet.executors.local import LocalExecutor
+from ratchet.executors.placement import Need
+from ratchet.executors.protocol import pack
+from ratchet.observe import stall_report
+from ratchet.protocols import Executor, Workers
+from ratchet.training.from_config import build_executor
+
+
+def test_results_come_by_rank_and_calls_in_order(start):
+    group = start(2, "executors.components:plain", {"value": 10})
+    assert [place.rank for place in group.call_now("where")] == [0, 1]
+    calls = [group.submit("add", 1) for _ in range(5)]
+    assert [call.result() for call in calls] == [[11 + i, 12 + i] for i in range(5)]
+    assert group.each_now("add", [(1,), (2,)]) == [16, 18]
+    with pytest.raises(ValueError, match="2 ranks: 1 tuples"):
+        group.each_now("add", [(1,)])
+
+
+async def both(group):
+    return await asyncio.gather(group.call("add", 1), group.each("add_later", [(1,), (2,)]))
+
+
+def test_async_callers_and_async_methods(start):
+    assert asyncio.run(both(start(2))) == [[1, 1], [2, 3]]
+
+
+def test_a_synchronous_caller_inside_a_running_loop(start):
+    group = start(1)
+
+    async def caller():
+        return group.call_now("add", 7)
+
+    assert asyncio.run(caller()) == [7]
+
+
+def test_places(start):
+    first, second = start(2).call_now("where")
+    assert (first.role, first.rank, first.world_size, first.local_rank) == ("learner", 0, 2, 0)
+    assert (second.rank, second.local_rank, second.device, second.threads) == (1, 1, "cpu", 1)
+    assert first.rendezvous == second.rendezvous
+    assert start(1).call_now("environ", "OMP_NUM_THREADS") == ["2"]
+
+
+def test_arrays_and_tensors_arrive_whole_and_writable(start):
+    group = start(1)
+    for name, array in arrays().items():
+        (back,) = group.call_now("double", array.copy())
+        np.testing.assert_array_equal(back, array * 2, err_msg=name)
+        back += 1
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        tensor = torch.arange(24).reshape(2, 3, 4).to(dtype)[:, 1:]
+        (back,) = group.call_now("double", tensor)
+        assert back.dtype == dtype
+        assert torch.equal(back, tensor * 2)
+        back += 1
+    (back,) = group.call_now("double", torch.tensor(3.0))
+    assert back.shape == ()
+    assert group.call_now("double", torch.zeros(0, 3))[0].shape == (0, 3)
+
+
+def test_an_error_comes_back_as_itself_with_the_rank(start):
+    group = start(2)
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        group.call_now("fail", 1)
+    (note,) = caught.value.__notes__
+    assert f"raised in learner rank 1 of 2 on {os.uname().nodename}" in note
+    assert "in fail" in note
+    assert group.call_now("fail", 2) == ["fine", "fine"]  # the group goes on
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [("fail_oddly", "Unpicklable: odd"), ("leave", "SystemExit: 3"), ("unsendable", "lambda"), ("nothing", "no attribute")],
+)
+def test_what_cannot_be_sent_or_found(start, method, says):
+    group = start(1)
+    with pytest.raises((WorkerRaised, AttributeError, Exception), match=says):
+        group.call_now(method)
+    assert group.call_now("add", 1) == [1]
+
+
+def test_a_factory_that_fails(start):
+    with pytest.raises(ValueError, match="can't be made"):
+        start(2, "executors.components:broken")
+    with pytest.raises(Exception, match="no 'Tinny'; did you mean"):
+        start(1, "executors.components:Tinny")
+
+
+def test_a_deadline_names_who_is_late_and_ends_the_group(start):
+    group = start(2)
+    said = r"^learner rank 1 of 2 on .* did not answer 'hang' within 0.2 s \(for the loop\)"
+    with pytest.raises(CallTimeout, match=said) as late:
+        group.within(0.2, owner="the loop").call_now("hang", 1)
+    assert "the loop  learner rank 1 of 2" in str(late.value)
+    assert "was asked 'hang'" in str(late.value)
+    assert "answered 'hang'" in str(late.value), "rank 0"
+    with pytest.raises(CallTimeout):
+        group.call_now("add", 1)
+    assert group.broken is not None
+
+
+def test_an_error_does_not_wait_for_ranks_that_wait_for_it(start, monkeypatch):
+    monkeypatch.setattr("ratchet.executors.worker_group.GRACE_S", 0.2)
+    group = start(2)
+    with pytest.raises(KeyError) as caught:
+        group.call_now("fail_and_hang", 0)
+    assert "rank 1 of 2" in caught.value.__notes__[-1]
+    assert "so the group was ended" in caught.value.__notes__[-1]
+    assert isinstance(group.broken, CallTimeout)
+
+
+def test_waits_are_in_the_table_while_they_last(start, monkeypatch):
+    group = start(2)
+    call = group.within(50, owner="the loop").submit("hang", 1)
+    while "rank 0 of 2" in stall_report.table():
+        pass
+    header, row = stall_report.table().splitlines()
+    assert header.split() == ["who", "waits", "for", "to", "since", "at", "most"]
+    assert row.startswith(f"the loop  learner rank 1 of 2 on {os.uname().nodename}  hang")
+    assert row.endswith("50 s")
+    monkeypatch.setattr("ratchet.executors.worker_group.CLOSE_S", 0.1)
+    group.close()
+    assert call.exception() is not None
+    assert "waits for no other process" in stall_report.table()
+
+
+@pytest.mark.fault("P17")
+def test_a_busy_port_is_named(start):
+    import socket
+
+    group = start(1)
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        group.places[0] = group.places[0].__class__(**{**vars(group.places[0]), "rendezvous": f"127.0.0.1:{port}-{port}"})
+        with pytest.raises(PortBusy, match=f"none of the ports {port} to {port} is free"):
+            group.build_now("executors.components:Tiny")
+
+
+def test_another_version_is_refused_by_name(start, monkeypatch):
+    monkeypatch.setattr("ratchet.executors.protocol.PROTOCOL", 99)
+    with pytest.raises(VersionMismatch, match=r"rank 0 of 1 .* another version than the driver: protocol 99 here and 1 there"):
+        start(1)
+
+
+def test_the_driver_can_read_what_a_worker_wrote(start):
+    group = start(1)
+    group.call_now("say", "a line")
+    assert group.members[0].tail() == "a line"
+
+
+def test_a_recipe_chooses_the_executor():
+    recipe = {"model": {"preset": "tiny"}, "tokenizer": {"kind": "characters"}, "threads": 3, "device": "cpu"}
+    stage = {"name": "a", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}}
+    executor = build_executor(RunConfig.model_validate({**recipe, "stages": [stage]}))
+    assert isinstance(executor, LocalExecutor)
+    assert isinstance(executor, Executor)
+    executor.plan([Need("learner", 3)])
+    group = executor.group("learner")
+    assert isinstance(group, Workers)
+    assert group.places[0].threads == 1
+    assert executor.spawn(dict, a=1) == {"a": 1}
+    executor.close()
+    torchrun = RunConfig.model_validate({**recipe, "stages": [stage], "cluster": {"kind": "torchrun"}})
+    with pytest.raises(ConfigError, match="none of several that torchrun started"):
+        build_executor(torchrun)
+
+
+def test_what_several_ranks_are_given_is_packed_once(start, monkeypatch):
+    group, packed = start(3), []
+    monkeypatch.setattr("ratchet.executors.worker_group.pack", lambda value: packed.append(value) or pack(value))
+    shared = (np.arange(4.0),)
+    for back, sent in zip(
+        group.each_now("double", [shared, (np.ones(2),), shared]), [shared, (np.ones(2),), shared], strict=True
+    ):
+        np.testing.assert_array_equal(back, sent[0] * 2)
+    assert len(packed) == 2

@@ -1,0 +1,57 @@
+"""How much JSON one request may hold, counted before it is parsed: parsing holds up all other requests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ratchet.experience.openai_proxy.schema import ApiError, Budget, Request
+
+USER = {"role": "user", "content": "hi"}
+
+
+def called(arguments: str) -> dict[str, object]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def body(*messages: dict[str, object], **keys: object) -> bytes:
+    return json.dumps({"model": "policy", "messages": [USER, *messages], **keys}).encode()
+
+
+@pytest.mark.fault("S19")
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [(b"{}", 1), (b'{"a": "[,{", "b": [1, 2]}', 4), (rb'{"a": "\"[,", "b": 1}', 2), (rb'["\\", 1, "\\\""]', 3)],
+)
+def test_values_outside_of_strings_are_counted(text: bytes, values: int) -> None:
+    budget = Budget()
+    budget.take(text)
+    assert budget.values - budget.left == values
+
+
+@pytest.mark.parametrize("piece", ["[]", "{}", "1", '"a"', '{"a":"b"}'])
+def test_a_body_of_too_many_values_is_refused(piece: str) -> None:
+    many = body(tools=[]).replace(b"[]", f"[{','.join([piece] * 2**17)}]".encode())
+    with pytest.raises(ApiError, match="more than 65536 values of JSON") as refused:
+        Request.read(many)
+    assert refused.value.status == 400
+
+
+def test_a_body_of_many_strings_is_refused_unsplit() -> None:
+    with pytest.raises(ValueError, match="more than 4 values"):
+        Budget(4).take(b'""' * 9)
+
+
+def test_arguments_of_all_calls_share_the_budget() -> None:
+    half = json.dumps({"a": [0] * 2**15})
+    assert Request.read(body(called(half)))
+    with pytest.raises(ApiError, match="more than 65536 values of JSON"):
+        Request.read(body(called(half), called(half)))
+
+
+def test_long_texts_of_marks_are_no_values() -> None:
+    code = '{"a": [1, 2, \\"x\\"]},' * 2**14
+    request = Request.read(body({"role": "user", "content": code}, called(json.dumps({"code": code}))))
+    assert request.conversation[1].text == code

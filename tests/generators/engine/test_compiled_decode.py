@@ -1,0 +1,179 @@
+"""A decoding step as one call: what PyTorch's operations give, to rounding, and bits that depend on no neighbour."""
+
+import copy
+import platform
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from ratchet.generators.engine.attention import DecodeAttention
+from ratchet.generators.engine.compiled_decode import CompiledDecoder
+from ratchet.generators.engine.kv_cache import KVCache
+from ratchet.kernels import build, cpu
+from ratchet.models.config import DecoderConfig
+from ratchet.models.decoder import Decoder
+from ratchet.observe.tracing.profiler import EMBEDDING, read_events
+
+pytestmark = pytest.mark.needs("cc")
+SHAPE = DecoderConfig(67, 64, 3, 4, 2, 32, 200, max_positions=600, init_std=0.2)
+SHAPES = {
+    "plain": SHAPE,
+    "biases, no norms of heads": replace(SHAPE, qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "untied": replace(SHAPE, tied=False),
+    "tiny": replace(SHAPE, hidden_size=5, head_dim=4, intermediate_size=3),
+    "odd sizes": replace(SHAPE, hidden_size=52, head_dim=6, intermediate_size=37),
+    "long sums": replace(SHAPE, hidden_size=300, intermediate_size=700, n_layers=1),
+    "wide heads": replace(SHAPE, head_dim=512, n_heads=2, n_kv_heads=1, n_layers=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def compiled(kernels):
+    kernels(True)
+
+
+def decoder_of(shape):
+    made = Decoder(shape).init_weights(0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    return made
+
+
+def cache_of(shape, rows=80, tokens=300):
+    cache = KVCache(shape, max_rows=rows, dtype=torch.float32, device=torch.device("cpu"))
+    cache.reserve(rows, tokens)
+    generator = torch.Generator().manual_seed(2)
+    for store in (*cache.keys, *cache.values):
+        store.normal_(generator=generator)
+    return cache
+
+
+def step(decoder, tokens, positions, cache, slots=None):
+    ours = CompiledDecoder(decoder)
+    return ours(ours.layers(), tokens, positions, torch.arange(len(tokens)) if slots is None else slots, cache)
+
+
+def fed(rows, longest=299):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 67, (rows,), generator=generator), torch.randint(0, longest, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_the_decoders_forward(shape, threads):
+    decoder, (tokens, positions) = decoder_of(shape), fed(75)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        caches = cache_of(shape), cache_of(shape)
+        expected = decoder(tokens, positions, DecodeAttention(caches[0], positions, 300))
+        found = step(decoder, tokens, positions, caches[1])
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    for one, other in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one width")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_for_processors_without_avx512(shape, kernels, monkeypatch):
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-avx512f"))
+    monkeypatch.setattr(cpu, "library", build.library.__wrapped__)
+    kernels(True)
+    decoder, (tokens, positions) = decoder_of(shape), fed(75)
+    expected = decoder(tokens, positions, DecodeAttention(cache_of(shape), positions, 300))
+    found = step(decoder, tokens, positions, cache_of(shape))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert torch.equal(step(decoder, tokens[:9], positions[:9], cache_of(shape)), found[:9])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_rows_bits_depend_on_no_other(shape):
+    decoder, (tokens, positions) = decoder_of(shape), fed(75)
+    whole = step(decoder, tokens, positions, cache_of(shape))
+    for rows in (1, 7, 16, 17, 33, 64):
+        assert torch.equal(step(decoder, tokens[:rows], positions[:rows], cache_of(shape)), whole[:rows])
+    some = torch.tensor([70, 3, 4, 41])
+    assert torch.equal(step(decoder, tokens[some], positions[some], cache_of(shape), slots=some), whole[some])
+
+
+def test_changed_weights_are_seen():
+    """Also where nothing says so: PyTorch's fused optimizers, say, count no version."""
+    decoder, (tokens, positions) = decoder_of(SHAPE), fed(5)
+    before = step(decoder, tokens, positions, cache_of(SHAPE))
+    decoder.layers["1"].mlp.down_proj.weight.data.mul_(2)
+    changed = step(decoder, tokens, positions, cache_of(SHAPE))
+    expected = decoder(tokens, positions, DecodeAttention(cache_of(SHAPE), positions, 300))
+    assert not torch.equal(before, changed)
+    torch.testing.assert_close(changed, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_a_profile_counts_its_products():
+    decoder, (tokens, positions) = decoder_of(SHAPE), fed(5)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as taken:
+        step(decoder, tokens, positions, cache_of(SHAPE))
+    events = read_events(taken)
+    assert sum(event.flop for event in events) == 2 * 5 * sum(linear.weight.numel() for _, linear in decoder.inner_maps)
+    assert [event.shapes[1] for event in events if event.name == EMBEDDING] == [[5]]
+
+
+def test_broken_weights_show():
+    decoder, (tokens, positions) = decoder_of(SHAPE), fed(5)
+    with torch.no_grad():
+        decoder.layers["1"].self_attn.o_proj.weight[3, 3] = torch.nan
+    assert step(decoder, tokens, positions, cache_of(SHAPE)).isnan().any()
+
+
+def test_nothing_is_differentiated_through_it():
+    decoder, (tokens, positions) = decoder_of(SHAPE), fed(3)
+    assert not step(decoder, tokens, positions, cache_of(SHAPE)).requires_grad
+
+
+def of_another_dtype(decoder):
+    decoder.norm.weight.data = decoder.norm.weight.data.double()
+
+
+def strided(decoder):
+    decoder.layers["0"].self_attn.o_proj.weight.data = torch.zeros(64, 256)[:, ::2]
+
+
+def with_an_adapter(decoder):
+    decoder.layers["0"].self_attn.o_proj.adapter = nn.Identity()
+
+
+def divided(decoder):
+    decoder.join(object())
+
+
+def quantised(decoder):
+    decoder.layers["2"].mlp.down_proj.quantise("float8")
+
+
+@pytest.mark.parametrize("change", [of_another_dtype, strided, with_an_adapter, divided, quantised], ids=lambda f: f.__name__)
+def test_what_a_decoder_may_become_that_it_is_not_for(change):
+    decoder = decoder_of(SHAPE)
+    ours = CompiledDecoder(decoder)
+    assert ours.layers()
+    change(decoder)
+    assert ours.layers() is None
+
+
+SPARSE = replace(SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=32)
+
+
+@pytest.mark.parametrize("other", [replace(SHAPE, head_dim=514), replace(SHAPE, intermediate_size=30_000), SPARSE])
+def test_what_it_is_not_for(other):
+    assert CompiledDecoder(Decoder(other)).layers() is None
+
+
+def test_a_copy_is_computed_alike(kernels):
+    copied = CompiledDecoder(copy.deepcopy(decoder_of(SHAPE)))
+    assert copied.layers()
+    kernels(False)
+    assert copied.layers() is None

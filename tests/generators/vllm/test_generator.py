@@ -1,0 +1,529 @@
+"""What of the vLLM generator needs no vLLM: its section, the file of a push, the worker's methods, the pieces of an answer."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from generators.direct_link import DirectLink
+from pydantic import ValidationError
+
+from ratchet.config.loader import load_config
+from ratchet.config.resolve import resolve
+from ratchet.config.schema import LoRAConfig
+from ratchet.errors import ConfigError, MissingDependency, ModelError, RequestFailed, TrainingError
+from ratchet.executors import env_vars
+from ratchet.generators.config import VLLMConfig
+from ratchet.generators.engine.stop_strings import StopStrings
+from ratchet.generators.request import Request
+from ratchet.generators.vllm import generator as vllm
+from ratchet.generators.vllm.engines import Answer, Apart, Loras, Stepped
+from ratchet.generators.vllm.generator import VLLMGeneration, dtype_of, engine_arguments, misfit
+from ratchet.generators.vllm.weights import Inbox, Outbox
+from ratchet.generators.vllm.worker_extension import VLLMBackend
+from ratchet.models.decoder import Decoder
+from ratchet.models.lora.decoder import Adapter
+from ratchet.models.lora.files import save_adapter
+from ratchet.models.policy import DecoderPolicy
+from ratchet.protocols import Shard
+from ratchet.testing.conformance import check_generator
+from ratchet.testing.fakes import FakeGenerator
+from ratchet.types import Sampling, StopReason
+from ratchet.utils.temp_dirs import OWNER
+from ratchet.weight_sync.factory import Between, make_link
+from ratchet.weight_sync.in_process import SharedLink
+from ratchet.weight_sync.shared_memory import SharedMemoryLink
+
+SHAPES = {"model.embed_tokens.weight": (6, 4), "model.norm.weight": (4,)}
+
+
+def shards(scale=1.0):
+    for name, shape in SHAPES.items():
+        tensor = scale * torch.arange(float(np.prod(shape))).reshape(shape)
+        yield Shard(name, shape, (0,) * len(shape), tensor)
+
+
+@pytest.fixture
+def outbox(tmp_path):
+    return Outbox(tmp_path, SHAPES, torch.float32)
+
+
+# --- the section
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"engine": "sync", "tensor_parallel": 2}, {"block_size": 24}, {"kv_cache_gib": 0.0}, {"dtype": "int8"}]
+)
+def test_nonsense_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        VLLMConfig(**wrong)
+
+
+SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2, "hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape", "reason"),
+    [
+        ({}, {}, None),
+        ({"tensor_parallel": 4}, {}, None),  # a KV head is then held twice
+        ({"tensor_parallel": 3}, {}, "tensor_parallel=3"),
+        ({"pipeline_parallel": 3}, {}, "2 layers"),
+        ({"pipeline_parallel": 2}, {}, "on a CPU"),
+        ({}, {"head_dim": 16}, "head_dim=16"),
+        ({}, {"head_dim": None}, "head_dim=16"),
+        ({"block_size": 48}, {}, "block_size=48"),
+        ({"tensor_parallel": 3}, {"num_attention_heads": None}, None),
+    ],
+)
+def test_a_model_that_vllm_cannot_run_is_refused(keys, shape, reason):
+    found = misfit(VLLMConfig(**keys), {**SHAPE, **shape}, on_cpu=True)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in found
+    assert misfit(VLLMConfig(pipeline_parallel=2), SHAPE, on_cpu=False) is None
+    assert misfit(VLLMConfig(), {"text_config": {**SHAPE, "head_dim": 16}}, on_cpu=False) is None
+
+
+RECIPE = """
+model: {preset: tiny}
+tokenizer: {kind: characters}
+generator: {kind: vllm}
+algorithm: {kind: grpo}
+environment: {kind: arithmetic}
+device: cpu
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.overrides.head_dim=16", "head_dim=16"),
+        ("generator.tensor_parallel=3", "tensor_parallel=3"),
+        ("sampling.top_p=0.9", "sampling.top_p"),
+        ("generator.engine=fast", "engine"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_recipe(tmp_path, override, named):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    assert load_config(recipe).stages[0].generator == VLLMConfig()
+    with pytest.raises(ConfigError, match=named):
+        load_config(recipe, [override])
+
+
+def test_the_section_says_what_vllm_is_told(tmp_path):
+    config = VLLMConfig(kv_cache_gib=0.5, tensor_parallel=2, dtype="bfloat16", block_size=64)
+    dtype = dtype_of(config, on_cpu=True)
+    told = engine_arguments(config, tmp_path, dtype, 160, on_cpu=True)
+    assert told["kv_cache_memory_bytes"] == 2**29
+    assert (told["dtype"], told["max_model_len"], told["tensor_parallel_size"]) == ("bfloat16", 160, 2)
+    assert told["logprobs_mode"] == "processed_logprobs"
+    assert dtype_of(VLLMConfig(), on_cpu=True) is torch.float32
+    assert dtype_of(VLLMConfig(), on_cpu=False) is torch.bfloat16
+
+
+def test_settings_of_the_environment_end_with_the_start(monkeypatch):
+    import os
+
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    before = dict(os.environ)
+    with env_vars.settings(VLLMConfig(engine="sync").environment):
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG", "what the user has set goes first"
+        os.environ["LD_PRELOAD"] = "libfast.so"
+    assert dict(os.environ) == before
+
+
+def test_without_vllm_the_extra_is_named(monkeypatch, decoder):
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"ratchet\[vllm\]"):
+        VLLMGeneration(VLLMConfig(), DecoderPolicy(decoder))
+
+
+# --- a push
+
+
+def test_a_push_arrives_as_it_was_sent_with_a_tied_head_twice(outbox):
+    outbox.add(shards())
+    inbox = Inbox.open(outbox.manifest())
+    assert inbox.damaged() == []
+    arrived = dict(inbox.weights())
+    assert list(arrived) == [*SHAPES, "lm_head.weight"]
+    for shard in shards():
+        assert torch.equal(arrived[shard.name], shard.tensor)
+    assert torch.equal(arrived["lm_head.weight"], arrived["model.embed_tokens.weight"])
+    outbox.clear()
+    assert not list(outbox.directory.iterdir())
+
+
+def test_a_push_in_pieces_and_in_another_precision(outbox):
+    outbox.dtype = torch.bfloat16
+    for rank in range(2):
+        outbox.add(Shard(s.name, s.shape, (rank * s.shape[0] // 2, *s.offsets[1:]), s.tensor.chunk(2)[rank]) for s in shards())
+    arrived = dict(Inbox.open(outbox.manifest()).weights())
+    for shard in shards():
+        assert torch.equal(arrived[shard.name], shard.tensor.bfloat16())
+
+
+def test_an_incomplete_or_wrong_push_is_refused(outbox):
+    assert outbox.manifest() is None
+    embedding, norm = shards()
+    outbox.add(iter([embedding]))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        outbox.manifest()
+    for wrong, reason in [
+        (embedding, "twice"),
+        (replace(norm, name="other"), "none of that name"),
+        (replace(norm, shape=(5,)), "shape"),
+    ]:
+        with pytest.raises(ModelError, match=reason):
+            outbox.add(iter([wrong]))
+    outbox.clear()
+    outbox.add(iter([replace(norm, tensor=norm.tensor[:2])]))
+    with pytest.raises(ModelError, match="incomplete"):
+        outbox.manifest()
+
+
+class Loads(VLLMBackend):
+    """Beside it, a worker of vLLM with one layer of experts."""
+
+    def __init__(self):
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+        self.loaded = {}
+        self.repacked = []
+        self.experts = torch.nn.Linear(1, 1)
+        self.experts.w13_weight = None
+        fused = SimpleNamespace(process_weights_after_loading=self.repacked.append)
+        self.experts.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=fused))
+        self.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Sequential(self.experts, torch.nn.Linear(1, 1)))
+
+    def reload_weights(self, **how):
+        self.loaded = dict(how["weights_iterator"])
+
+
+def test_a_worker_loads_what_it_has_checked(outbox):
+    worker = Loads()
+    outbox.add(shards())
+    assert "no push" in worker.apply_push(1)
+    assert worker.check_push(outbox.manifest()) == ""
+    assert not worker.loaded
+    assert worker.apply_push(4) == ""
+    assert torch.equal(worker.loaded["model.norm.weight"], torch.arange(4.0))
+    assert worker.repacked == [worker.experts]
+    assert worker.get_pushed_version() == 4
+    assert "no push" in worker.apply_push(5), "a push is loaded once"
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "gone", "stale"])
+def test_a_worker_refuses_a_damaged_push(outbox, damage):
+    worker = Loads()
+    outbox.add(shards())
+    manifest = outbox.manifest()
+    content = bytearray(outbox.path.read_bytes())
+    if damage == "bit":
+        content[17] ^= 1
+    outbox.path.write_bytes(content[:40] if damage == "cut" else content)
+    if damage == "gone":
+        outbox.path.unlink()
+    if damage == "stale":
+        outbox.path.write_bytes(b"".join((2 * s.tensor).numpy().tobytes() for s in shards()))
+    assert worker.check_push(manifest) != ""
+    assert "no push" in worker.apply_push(1)
+    worker.vllm_config.parallel_config.data_parallel_size = 2  # whose answers nobody sees
+    with pytest.raises(RuntimeError):
+        worker.check_push(manifest)
+
+
+# --- answers
+
+
+def request(**keys):
+    return Request(np.array([1, 2]), Sampling(max_new_tokens=4, **keys), 6, print, print)
+
+
+def piece(tokens, finish=None, stop=None, spans=None, logprob=-0.5):
+    entries = [{token: SimpleNamespace(logprob=logprob)} for token in tokens]
+    return SimpleNamespace(token_ids=tokens, logprobs=entries, finish_reason=finish, stop_reason=stop, weight_versions=spans)
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "expected"),
+    [("length", None, StopReason.LENGTH), ("stop", 9, StopReason.STOP_TOKEN), ("abort", None, StopReason.ABORTED)],
+)
+def test_reasons_are_translated(finish, stop, expected):
+    answer = Answer(request())
+    answer.add(piece([8]))
+    assert answer.stop is None
+    answer.add(piece([9], finish, stop))
+    answer.request.marks += [(0, 3)]
+    completion = answer.completion()
+    assert completion.stop is expected
+    assert completion.tokens.tolist() == [8, 9]
+    assert completion.logprobs.tolist() == [-0.5, -0.5]
+    assert completion.versions.tolist() == [3, 3]
+    assert not completion.log_kept_mass.any()
+
+
+def test_tokens_after_a_stop_string_are_dropped():
+    class Numbers:
+        def decode(self, ids):
+            return "".join(f"{i}," for i in ids)
+
+    asked = request()
+    asked.watch = StopStrings(("8,9,",), Numbers())
+    answer = Answer(asked)
+    answer.add(piece([8, 9, 5]))
+    answer.add(piece([6], "abort"))
+    asked.marks += [(0, 1), (1, 2)]
+    completion = answer.completion()
+    assert completion.tokens.tolist() == [8, 9]
+    assert completion.stop is StopReason.STOP_STRING
+    assert completion.versions.tolist() == [1, 2]
+
+
+def test_logits_that_are_not_finite_and_errors_of_vllm_are_raised():
+    answer = Answer(request())
+    answer.add(piece([8], "length", logprob=float("nan")))
+    answer.request.marks += [(0, 2)]
+    with pytest.raises(RequestFailed, match=r"aren't finite \(token 0, weights version 2\)"):
+        answer.completion()
+    with pytest.raises(TrainingError, match="'error'"):
+        Answer(request()).add(piece([8], "error"))
+
+
+# --- the generator on a stand-in for vLLM's engine
+
+
+class FakeLLM:
+    """Answers with tokens that count up from the seed; a worker is beside it."""
+
+    def __init__(self):
+        self.worker, self.version, self.paused, self.log = Loads(), "default", asyncio.Event(), []
+        self.paused.set()
+
+    async def generate(self, prompt, parameters, request_id, lora_request):
+        await self.paused.wait()
+        tokens = [(parameters["seed"] + i) % 50 for i in range(parameters["max_tokens"])]
+        stops = [i for i, token in enumerate(tokens) if token in parameters["stop_token_ids"]]
+        tokens = tokens[: stops[0] + 1] if stops else tokens
+        spans = [SimpleNamespace(version=self.version, start=0, end=len(tokens))]
+        done = piece(tokens, "stop" if stops else "length", tokens[-1] if stops else None, spans)
+        yield SimpleNamespace(outputs=[done], prompt_token_ids=prompt["prompt_token_ids"])
+
+    async def collective_rpc(self, method, args):
+        self.log.append(method)
+        return [getattr(self.worker, method)(*args)]
+
+    async def pause_generation(self, mode, clear_cache):
+        self.log.append(f"pause {mode} {clear_cache}")
+        self.paused.clear()
+
+    async def resume_generation(self):
+        self.log.append("resume")
+        self.paused.set()
+
+    async def update_weight_version(self, version):
+        self.version = version
+
+
+@pytest.fixture
+def generation(monkeypatch, decoder):
+    """The generator on a fake of vLLM."""
+
+    def make(core):
+        def of(arguments, has_read):
+            made = object.__new__(core)
+            made.llm, made.version, made._running, made._requests = FakeLLM(), 0, {}, {}
+            made._ids, made._guarded, made.loras = map(str, range(1000)), False, Loras()
+            made._has_read = has_read
+            made.close = lambda: None
+            return made
+
+        return of
+
+    monkeypatch.setattr(vllm, "find_spec", lambda name: True)
+    monkeypatch.setattr(
+        vllm, "import_module", lambda name: SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    )
+    monkeypatch.setattr(vllm, "CORES", {"async": make(Apart)})
+
+    def parameters(request, *, streams):
+        sampling = request.sampling
+        return {
+            "seed": sampling.seed,
+            "max_tokens": request.limit - len(request.prompt),
+            "stop_token_ids": sampling.stop_ids,
+        }
+
+    monkeypatch.setattr("ratchet.generators.vllm.engines.parameters_of", parameters)
+    made = VLLMGeneration(VLLMConfig(), DecoderPolicy(decoder))
+    yield made
+    asyncio.run(made.close())
+    assert not made._directory.exists()
+
+
+def test_it_conforms(generation):
+    asyncio.run(check_generator(generation, [[1, 2, 3], [4] * 9]))
+
+
+@pytest.mark.parametrize("first", ["a request", "a push"])
+def test_the_models_files_stay_until_the_engine_has_answered(generation, decoder, first):
+    policy, start = DecoderPolicy(decoder), generation._directory / "start"
+    there = []
+    generation.core.llm.worker.end_with = lambda host, driver: there.append((start / "model.safetensors").exists())
+    if first == "a request":
+        asyncio.run(generation.generate([1], Sampling(max_new_tokens=2)))
+    else:
+        asyncio.run(DirectLink(SimpleNamespace(weights=lambda: shards_of(policy)), generation).push(3))
+    assert there == [True]
+    assert not start.exists()
+
+
+def shards_of(policy):
+    return (Shard(name, tuple(weight.shape), (0,) * weight.dim(), weight) for name, weight in policy.canonical_weights())
+
+
+def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
+    policy = DecoderPolicy(decoder)
+    learner = SimpleNamespace(weights=lambda: shards_of(policy))
+    llm = generation.core.llm
+
+    async def run():
+        await DirectLink(learner, generation).push(3)
+        assert llm.log == ["end_with", "check_push", "pause keep True", "apply_push", "resume"]
+        assert generation.version == 3
+        assert set(llm.worker.loaded) == {"lm_head.weight", *dict(policy.canonical_weights())}
+        llm.log.clear()
+        await generation.pause()
+        await DirectLink(learner, generation).push(4)
+        assert "resume" not in llm.log, "a push must not resume what its owner has paused"
+        await generation.resume()
+
+        llm.worker.check_push = lambda manifest: "a bit fell over"
+        llm.log.clear()
+        llm.worker.loaded = {}
+        with pytest.raises(ModelError, match="a bit fell over"):
+            await DirectLink(learner, generation).push(5)
+        assert not any("pause" in line for line in llm.log)
+        assert not llm.worker.loaded
+        assert generation.version == 4
+        assert (await generation.generate([1], Sampling(max_new_tokens=2))).versions.tolist() == [4, 4]
+        assert [path.name for path in generation._directory.iterdir()] == [OWNER]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=3), Sampling(min_p=0.1), Sampling(temperature=0.001)])
+def test_sampling_that_vllm_does_otherwise_is_refused(generation, sampling):
+    with pytest.raises(ConfigError, match=r"sampling\."):
+        asyncio.run(generation.generate([1], sampling))
+
+
+def test_a_generator_with_weights_of_its_own_is_sent_them(generation):
+    learner = SimpleNamespace()
+    sharing = SimpleNamespace(shares_weights=True)
+    generators = {generation: SharedMemoryLink, FakeGenerator(lambda tokens, sampling: [1]): SharedMemoryLink}
+    for generator, kind in [*generators.items(), (sharing, SharedLink)]:
+        assert isinstance(make_link(resolve("link", {}), Between(learner, generator)), kind)
+
+
+def test_who_waits_for_an_engine_that_is_closed_is_told(generation):
+    core = generation.core
+    core.llm.shutdown, core._children = lambda: None, set()
+
+    async def run():
+        core.llm.paused.clear()
+        started = asyncio.create_task(generation.generate([1, 2], Sampling(max_new_tokens=4)))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        unstarted = asyncio.create_task(generation.generate([1, 3], Sampling(max_new_tokens=4)))
+        await asyncio.sleep(0)
+        assert len(core._running) == 2
+        Apart.close(core)
+        return await asyncio.wait_for(asyncio.gather(started, unstarted), timeout=30)
+
+    assert [completion.stop for completion in asyncio.run(run())] == [StopReason.ABORTED] * 2
+    assert core._running == core._requests == {}
+
+
+def test_requests_of_an_engine_that_broke_are_given_back_though_it_can_not_be_told():
+    def broken(names):
+        raise RuntimeError(f"the engine is dead, and {names} with it")
+
+    core, lost = object.__new__(Stepped), request()
+    core.llm, core._answers = SimpleNamespace(abort_request=broken), {"7": Answer(lost)}
+    assert core.reset() == [lost]
+    assert not core.busy
+    assert core.reset() == []
+
+
+@pytest.mark.fault("R16")
+def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
+    """In this process: its logits, its end, text that can't be decoded; the fourth is delivered."""
+
+    class Undecodable:
+        def decode(self, ids):
+            raise KeyError(ids[0])
+
+    core, told, aborted = object.__new__(Stepped), [], []
+    requests = [replace(request(), deliver=told.append, fail=told.append, marks=[(0, 0)]) for _ in range(4)]
+    requests[2].watch = StopStrings(("x",), Undecodable())
+    pieces = [piece([8], "length", logprob=float("nan")), piece([8], "error"), piece([8]), piece([8], "length")]
+    outputs = [SimpleNamespace(request_id=str(i), outputs=[each], prompt_token_ids=[1, 2]) for i, each in enumerate(pieces)]
+    core.llm = SimpleNamespace(step=lambda: outputs, abort_request=aborted.extend)
+    core._answers = {str(i): Answer(each) for i, each in enumerate(requests)}
+    core.step()
+    assert [type(each) for each in told[:3]] == [RequestFailed, TrainingError, RequestFailed]
+    assert told[3].tokens.tolist() == [8]
+    assert not core.busy
+    assert aborted == ["2"], "the others had ended"
+
+
+def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_one_were_broken():
+    core, found = object.__new__(Stepped), []
+    broken, whole = (replace(request(), deliver=found.append, fail=found.append) for _ in range(2))
+    core.llm, core._answers = SimpleNamespace(abort_request=lambda names: None), {"1": Answer(broken), "2": Answer(whole)}
+    core._answers["1"].add(piece([8], None, logprob=float("nan")))
+    broken.marks.append((0, 0))
+    core.abort()
+    assert isinstance(found[0], RequestFailed)
+    assert found[1].stop is StopReason.ABORTED
+    assert not core.busy
+
+
+def test_it_starts_for_adapters_of_the_next_rank_that_vllm_knows():
+    dtype = dtype_of(VLLMConfig(), on_cpu=True)
+    asked = engine_arguments(VLLMConfig(lora_rank=9), Path("m"), dtype, 64, on_cpu=False)
+    assert {key: asked[key] for key in asked if "lora" in key} == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
+    several = engine_arguments(VLLMConfig(lora_rank=9, lora_others=3), Path("m"), dtype, 64, on_cpu=True)
+    assert several["max_loras"] == 5, "on a CPU one place is left empty"
+    assert "enable_lora" not in engine_arguments(VLLMConfig(), Path("m"), dtype, 64, on_cpu=True)
+
+
+@pytest.mark.needs("peft")
+def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(generation, decoder, tmp_path):
+    def written(name, shape=None, **lora):
+        policy = DecoderPolicy(Decoder(shape or decoder.config).init_weights(1))
+        policy.attach(Adapter(LoRAConfig(**lora)))
+        save_adapter(tmp_path / name, policy.adapter, policy.check_adapter(policy.adapter.lora), dict(policy.adapter_weights()))
+        return tmp_path / name
+
+    def refused(match, *arguments):
+        with pytest.raises(ModelError, match=match):
+            asyncio.run(generation.add_adapter(*arguments))
+
+    small = written("small", rank=2)
+    refused(r"started for 0 adapters beside the policy's, and 'one' is one more: set generator\.lora_others=1", "one", small)
+    generation.config = VLLMConfig(lora_rank=2, lora_others=1)
+    refused("an adapter 'base' is served already", "base", small)
+    refused(r"rank 3, and vLLM was started for 2: set generator\.lora_rank=3", "one", written("large", rank=3))
+    wide = replace(decoder.config, intermediate_size=2 * decoder.config.intermediate_size)
+    refused("the base wants", "one", written("wide", wide, rank=2))
+    with pytest.raises(ConfigError, match="no adapter 'one': it serves base"):
+        asyncio.run(generation.generate([1], Sampling(adapter="one")))
+    with pytest.raises(ValidationError, match="set lora_rank too"):
+        VLLMConfig(lora_others=1)

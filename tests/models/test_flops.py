@@ -1,0 +1,77 @@
+"""What a shape costs, against the decoder itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ratchet.config.schema import LoRAConfig
+from ratchet.models.decoder import Decoder
+from ratchet.models.flops import Cost
+from ratchet.models.layers.attention import PackedAttention
+from ratchet.models.lora.decoder import Adapter
+from ratchet.models.lora.targets import targets_of
+from ratchet.models.policy import DecoderPolicy
+from ratchet.models.presets import preset
+
+SHAPES = {
+    "tiny": preset("tiny", vocab_size=500),
+    "grouped": preset("tiny", vocab_size=500, n_layers=5, hidden_size=256, n_heads=8, n_kv_heads=2, intermediate_size=512),
+    "untied": preset("tiny", vocab_size=300, tied=False, qk_norm=False, qkv_bias=True),
+    "biased": preset("tiny", vocab_size=300, family="llama", qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "experts": preset("tiny-moe", vocab_size=300),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_parameters(shape) -> None:
+    assert Cost(shape).parameters == sum(p.numel() for p in Decoder(shape).parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_activations_of_a_token(shape, checkpointing: bool, compiled: bool, kernels) -> None:
+    """Within a tenth of what autograd keeps; a checkpointed layer's own are computed again, one layer at a time."""
+    kernels(compiled)
+    decoder = Decoder(shape).init_weights(0)
+    decoder.checkpointing = checkpointing
+    own = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    rows, length = 4, 64
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        positions = torch.arange(length).repeat(rows)
+        hidden = decoder(torch.zeros(rows * length, dtype=torch.long), positions, PackedAttention([length] * rows))
+        hidden @ decoder.head_weight.T
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / (rows * length)
+    cost = Cost(shape, compiled)
+    expected = cost.activation_bytes(4, checkpointing=checkpointing)
+    if checkpointing:
+        expected -= cost.largest_layer_bytes(4)
+    assert found == pytest.approx(expected, rel=0.1, abs=400)  # and what all layers share: ids, angles
+
+
+def test_flop_are_those_of_the_products() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape, length = SHAPES["grouped"], 64
+    decoder = Decoder(shape).init_weights(0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        hidden = decoder(torch.zeros(length, dtype=torch.long), torch.arange(length), PackedAttention([length]))
+        hidden @ decoder.head_weight.T
+    # Of the kernel that attends the counter knows nothing.
+    assert Cost(shape).forward_flop(length, 0) == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj"), ("down_proj", "o_proj")])
+def test_an_adapters_parameters(targets) -> None:
+    shape, lora = SHAPES["grouped"], LoRAConfig(rank=3, target_modules=targets)
+    policy = DecoderPolicy(Decoder(shape).init_weights(0))
+    policy.attach(Adapter(lora, seed=0))
+    assert Cost(shape).adapter(targets_of(shape, lora), 3) == sum(p.numel() for _, p in policy.trained())

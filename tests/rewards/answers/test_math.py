@@ -1,0 +1,163 @@
+import asyncio
+import importlib.util
+
+import pytest
+
+from ratchet.errors import MissingDependency
+from ratchet.rewards.answers import math as module
+from ratchet.rewards.answers.math import Math, last_formula
+from ratchet.rewards.config import MathConfig
+from ratchet.rewards.process_pool.pool import Workers
+from ratchet.testing import answered, check_reward
+from ratchet.types import Failed, Message, Task, Truncated
+
+
+def task(answer) -> Task:
+    return Task("t/0", (Message("user", "solve"),), answer=answer)
+
+
+def outcomes(reward, rows):
+    async def judged():
+        pairs = [(answered(task(gold), text), task(gold)) for text, gold in rows]
+        return [(await reward.score([trajectory], about))[0] for trajectory, about in pairs]
+
+    return asyncio.run(judged())
+
+
+def rewards(reward, rows):
+    return [outcome.reward for outcome in outcomes(reward, rows)]
+
+
+PLAIN_RIGHT = [
+    (r"\boxed{0.5}", r"\frac12"),
+    ("so $x = 5$.", "5"),
+    ("It is 1,000", "1000"),
+    (r"\boxed{\text{East}}", "East"),
+    ("<answer>7</answer>", "7"),
+    ("#### 7", r"\boxed{7}"),
+    ("first $3$, then 4", "4"),
+]
+ALGEBRA_RIGHT = [
+    (r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt{2}"),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1"),
+    (r"\boxed{3, 2}", r"\{2, 3\}"),
+    (r"\boxed{[0, \infty)}", r"x \ge 0"),
+    (r"\boxed{\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\boxed{2\pi}", r"\pi + \pi"),
+    (r"\boxed{2^{10}}", "1024"),
+    (r"hence $\frac{6}{8}\pi$ holds", r"\frac{3\pi}{4}"),
+    (r"hence \(\frac{6}{8}\pi\) holds", r"\frac{3\pi}{4}"),
+    ("2x + 1", "1 + 2x"),
+]
+WRONG = [
+    (r"\boxed{\frac{1}{3}}", r"\frac12"),
+    (r"\boxed{2x}", "2y"),
+    (r"\boxed{5x}", "5"),
+    (r"\boxed{(x+1)^2}", "x^2+1"),
+    (r"\boxed{(1,2)}", "[1,2)"),
+    (r"\boxed{2, 3, 4}", r"\{2, 3\}"),
+    (r"\boxed{5", "5"),
+    (r"\boxed{}", "5"),
+    (r"\boxed{4} or 5", "5"),
+    ("first $3$, then 4", "3"),
+    ("", "5"),
+    ("I do not know", "5"),
+    (r"\boxed{West}", "East"),
+    (r"\boxed{5 6}", "11"),
+    (r"\boxed{5 \quad 6}", "11"),
+    (r"\boxed{5 \text{ or } 6}", "5"),
+    (r"\boxed{5, 6}", "5"),
+    (r"\boxed{\pm 5}", "5"),
+]
+
+
+@pytest.mark.needs("math_verify")
+def test_equal_mathematics_is_right_and_other_mathematics_wrong():
+    reward = Math(MathConfig(symbolic="required"))
+    assert rewards(reward, PLAIN_RIGHT + ALGEBRA_RIGHT) == [1.0] * len(PLAIN_RIGHT + ALGEBRA_RIGHT)
+    assert rewards(reward, WRONG) == [0.0] * len(WRONG)
+
+
+def test_without_algebra_spellings_and_numbers_still_count():
+    reward = Math(MathConfig(symbolic="never"))
+    check_reward(reward, task("0.5"), good=r"\boxed{\frac{1}{2}}", bad=r"\boxed{0.51}")
+    assert rewards(reward, PLAIN_RIGHT) == [1.0] * len(PLAIN_RIGHT)
+    assert rewards(reward, WRONG) == [0.0] * len(WRONG)
+    assert rewards(reward, ALGEBRA_RIGHT[:3]) == [0.0] * 3
+
+
+def test_where_the_package_is_missing_auto_says_so_and_required_refuses(monkeypatch, caplog):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert rewards(Math(MathConfig()), PLAIN_RIGHT[:2] + ALGEBRA_RIGHT[:1]) == [1.0, 1.0, 0.0]
+    assert "pip install 'ratchet[envs]'" in caplog.text
+    with pytest.raises(MissingDependency, match="needs the package 'math-verify'"):
+        Math(MathConfig(symbolic="required"))
+
+
+def test_a_marker_can_be_required():
+    reward = Math(MathConfig(symbolic="never", require_marker=True))
+    assert rewards(reward, [("5", "5"), ("$5$", "5"), (r"\boxed{5}", "5")]) == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "formula"),
+    [
+        ("so $a$ and $b$.", "b"),
+        ("$$a$$", "a"),
+        (r"\(a + \frac{1}{2}\) it is", r"a + \frac{1}{2}"),
+        ("$a$ then 5 apples", "5"),
+        ("it costs $5", "5"),
+        ("x+1", "x+1"),
+        ("2x + 1", "2x + 1"),
+        (r"\frac{3}{4}", r"\frac{3}{4}"),
+        ("one\ntwo", None),
+        ("", ""),
+        ("$" * 50_000, None),
+        ("\\(" * 50_000, None),
+    ],
+)
+def test_what_an_unmarked_text_ends_on(text, formula):
+    assert last_formula(text) == formula
+
+
+HOSTILE = [
+    "9^{9^{9^{9^9}}}",
+    "9!!!!!!!!!!!!!!!!",
+    "(" * 400,
+    "(" * 1900,
+    r"\frac{" * 900,
+    r"\binom{10^{9}}{10^{8}}",
+    "__import__('os').system('true')",
+    "\x00\ud800\u202e",
+]
+
+
+@pytest.mark.needs("math_verify")
+@pytest.mark.fault("S10")
+def test_hostile_mathematics_earns_0_and_leaves_the_reward_at_work():
+    reward = Math(MathConfig(timeout_s=0.5))
+    assert rewards(reward, [(f"\\boxed{{{text}}}", r"\sqrt{2}") for text in HOSTILE]) == [0.0] * len(HOSTILE)
+    assert rewards(reward, ALGEBRA_RIGHT[:2]) == [1.0, 1.0]
+
+
+def test_an_answer_that_takes_too_long_earns_0_and_a_broken_worker_fails_the_attempt(monkeypatch):
+    slow, broken = Math(MathConfig(symbolic="never")), Math(MathConfig(symbolic="never"))
+    slow._workers = Workers("math:factorial", cpu_s=0.05)
+    monkeypatch.setattr(slow._workers, "call", lambda answer, gold: Workers.call(slow._workers, 10**7))
+    broken._workers = Workers("no_such_module:equal", cpu_s=0.05)
+    assert rewards(slow, [(r"\boxed{x}", "y")]) == [0.0]
+    (outcome,) = outcomes(broken, [(r"\boxed{x}", "y")])
+    assert isinstance(outcome, Failed)
+    assert "did not start" in outcome.detail
+
+
+def test_truncation_and_a_task_without_answer():
+    reward = Math(MathConfig(symbolic="never"))
+    (cut,) = asyncio.run(reward.score([answered(task("5"), "5", Truncated(None))], task("5")))
+    assert cut == Truncated(0.0, {"math": 0.0})
+    (outcome,) = outcomes(reward, [("5", None)])
+    assert "task 't/0' has no answer" in outcome.detail
+
+
+def test_the_probe_knows_the_packages_name():
+    assert (importlib.util.find_spec(module.PACKAGE) is not None) == (Math(MathConfig())._workers is not None)

@@ -1,0 +1,328 @@
+"""Judges that are asked over HTTP, against a server of our own."""
+
+import asyncio
+import re
+
+import pytest
+from rewards.fake_http import HANG, Answer, chat, serve
+
+from ratchet.config.resolve import construct, resolve
+from ratchet.errors import ConfigError, DataError
+from ratchet.rewards.llm.chat_client import filled
+from ratchet.rewards.llm.http_client import Pace
+from ratchet.rewards.llm.judge import score_in, verdict_in
+from ratchet.rewards.weighted_sum import composed
+from ratchet.testing import answered, check_reward
+from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
+from ratchet.utils import credentials
+
+TASK = Task("t/0", (Message("user", "37+48="),), answer="85")
+
+
+def made(kind, fake, **keys):
+    keys = {"url": f"{fake.url}/v1", "model": "m", "backoff_s": 1e-3, **keys}
+    return construct(resolve("rewards", {"kind": kind, **keys}))
+
+
+def scores(reward, *texts, task=TASK, ended=None):
+    return asyncio.run(reward.score([answered(task, text, ended) for text in texts], task))
+
+
+def response_in(body):
+    (found,) = re.findall(r"<response>\n(.*?)\n</response>", body["messages"][0]["content"], re.DOTALL)
+    return found
+
+
+def rates(body, number=0):
+    return chat(f"Let me see. Score: {10 if response_in(body) == '85' else 4}")
+
+
+# --- replies
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 7", 7.0),
+        ("a score of 2 would be bad.\n**Score:** 8.5", 8.5),
+        ('```json\n{"why": "fine", "score": 3}\n```', 3.0),
+        ("Score: 7/10", 7.0),
+        ("Score: 7 out of 10.", 7.0),
+        ("Score: -1", None),
+        ("Score: 11", None),
+        ("Score: N", None),
+        ("seven", None),
+        ("", None),
+    ],
+)
+def test_the_last_score_of_a_reply_counts_if_the_scale_has_it(reply, score):
+    if score is None:
+        with pytest.raises(DataError, match="the judge's"):
+            score_in(reply, 0.0, 10.0)
+    else:
+        assert score_in(reply, 0.0, 10.0) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "win"),
+    [
+        ("Better: A", 1.0),
+        ("A seems better. Better: B", 0.0),
+        ("**Better:** tie", 0.5),
+        ("My verdict: [[A]]", 1.0),
+        ("[[C]]", 0.5),
+        ('{"winner": "B"}', 0.0),
+        ("both are fine", None),
+        ("Better: Apples", None),
+    ],
+)
+def test_the_last_verdict_of_a_reply_counts(reply, win):
+    if win is None:
+        with pytest.raises(DataError, match="no verdict"):
+            verdict_in(reply)
+    else:
+        assert verdict_in(reply) == win
+
+
+def test_what_an_answer_says_is_never_filled_in_twice():
+    assert filled("{a} {b} {c}", {"a": "{b}", "b": "x"}) == "{b} x {c}"
+
+
+def test_requests_are_spaced_evenly():
+    pace = Pace(120.0)
+    assert [pace.wait_s(10.0), pace.wait_s(10.0), pace.wait_s(10.25), pace.wait_s(20.0)] == [0.0, 0.5, 0.75, 0.0]
+    assert Pace(None).wait_s(3.0) == 0.0
+
+
+# --- a score by a rubric
+
+
+def test_a_judge_gives_its_score_as_a_share_of_the_scale_and_keeps_the_contract():
+    with serve(rates) as fake:
+        reward = made("judge", fake, rubric="Is it right?")
+        assert scores(reward, "85", "86") == [Scored(1.0, {"judge": 1.0}), Scored(3 / 9, {"judge": 3 / 9})]
+        check_reward(reward, TASK, good="85", bad="86")
+        assert len(fake.seen) == 3  # "85", "86" and "": each is asked once
+        path, headers, body = fake.seen[0]
+        assert (path, body["model"], body["temperature"], body["max_tokens"]) == ("/v1/chat/completions", "m", 0.0, 512)
+        assert "authorization" not in headers
+        text = body["messages"][0]["content"]
+        for piece in ("Is it right?", "<request>\n37+48=\n</request>", "<reference>\n85\n</reference>", "from 1 (worst) to 10"):
+            assert piece in text
+        assert scores(reward, "85", ended=Truncated(None)) == [Truncated(0.0, {"judge": 0.0})]
+        assert scores(reward, "85", ended=Cancelled("stale")) == [Cancelled("stale")]
+
+
+def test_equal_answers_are_one_question_while_it_is_under_way_and_a_cache_outlives_the_run(tmp_path):
+    with serve(rates) as fake:
+        assert [o.reward for o in scores(made("judge", fake, cache=str(tmp_path)), "85", "85", "1", "85")] == [1, 1, 3 / 9, 1]
+        assert len(fake.seen) == 2
+        again = made("judge", fake, cache=str(tmp_path))
+        assert [o.reward for o in scores(again, "85", "1")] == [1, 3 / 9]
+        assert len(fake.seen) == 2
+        assert len(list(tmp_path.rglob("*.txt"))) == 2
+        scores(made("judge", fake, cache=str(tmp_path), temperature=0.5), "85")
+        assert len(fake.seen) == 3  # another question
+
+
+def test_a_key_comes_from_the_named_variable_and_stands_in_no_file():
+    with serve(rates) as fake:
+        credentials.offer({"MY_KEY": "s3cret"})
+        try:
+            scores(made("judge", fake, api_key_env="MY_KEY"), "85")
+            with pytest.raises(ConfigError, match="environment variable OTHER_KEY is not set"):
+                made("judge", fake, api_key_env="OTHER_KEY")
+        finally:
+            credentials.offer({})
+        assert fake.seen[0][1]["authorization"] == "Bearer s3cret"
+
+
+def test_what_may_pass_is_tried_again():
+    trouble = [Answer("slow down", 429, {"retry-after": "0"}), Answer("oops", 500), "<html>", HANG]
+
+    def answer(body, number):
+        return trouble[number] if number < len(trouble) else rates(body)
+
+    with serve(answer) as fake:
+        assert scores(made("judge", fake, timeout_s=0.3), "85") == [Scored(1.0, {"judge": 1.0})]
+        assert len(fake.seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "keys", "requests", "why"),
+    [
+        (Answer("busy", 503), {"retries": 2}, 3, "gave nothing usable in 3 tries, the last: status 503: busy"),
+        (HANG, {"retries": 1, "timeout_s": 0.05}, 2, "no answer within 0.05 s"),
+        (Answer("no such model", 404), {}, 1, "refused with status 404: no such model"),
+        ({"error": "x"}, {}, 1, "answered without a message"),
+        (chat(None), {}, 1, "answered without a message"),
+        (chat("I can't say."), {}, 1, "holds no score"),
+        (chat("Score: 99"), {}, 1, "lies outside of the scale 1 to 10"),
+    ],
+)
+def test_what_can_not_be_judged_is_failed_and_never_zero(given, keys, requests, why):
+    with serve(lambda body, number: given) as fake:
+        (outcome,) = scores(made("judge", fake, **keys), "85")
+        assert isinstance(outcome, Failed)
+        assert outcome.kind == "reward"
+        assert why in outcome.detail
+        assert len(fake.seen) == requests
+
+
+def test_nobody_there_is_failed():
+    with serve(rates) as fake:
+        reward = made("judge", fake, retries=1)
+    (outcome,) = scores(reward, "85")
+    assert isinstance(outcome, Failed)
+    assert "ConnectError" in outcome.detail
+
+
+def test_so_many_requests_run_at_once_and_no_more():
+    with serve(rates) as fake:
+        scores(made("judge", fake, concurrency=2), *map(str, range(12)))
+        assert len(fake.seen) == 12
+        assert fake.most_at_once <= 2
+
+
+def test_a_long_answer_is_cut_in_its_middle_and_a_conversation_keeps_its_roles():
+    task = Task("t/1", (Message("system", "Be kind."), Message("user", "hi")))
+    with serve(lambda body, number: chat("Score: 1")) as fake:
+        scores(made("judge", fake, max_chars=10), "a" * 50 + "b" * 50, task=task)
+        assert response_in(fake.seen[0][2]) == "aaaaa\n[...]\nbbbbb"
+        assert "<request>\n[system]\nBe kind.\n\n[user]\nhi\n</request>" in fake.seen[0][2]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"url": "localhost:1"}, "must begin with http:// or https://"),
+        ({"scale": [3, 3]}, "must rise"),
+        ({"prompt": "Rate it."}, r"prompt lacks \{response\}"),
+        ({"api_key_env": "sk-123"}, "api_key_env"),
+        ({"retries": -1}, "retries"),
+    ],
+)
+def test_settings_that_can_not_be_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        resolve("rewards", {"kind": "judge", "url": "http://x/v1", "model": "m", **keys})
+    with pytest.raises(ValueError, match=r"prompt lacks \{second\}"):
+        resolve("rewards", {"kind": "pairwise_judge", "url": "http://x/v1", "model": "m", "prompt": "{first}"})
+
+
+# --- against each other
+
+
+def longer_wins(body, number=0):
+    a, b = re.findall(r"<response_.>\n(.*?)\n</response_.>", body["messages"][0]["content"], re.DOTALL)
+    return chat("Better: tie" if len(a) == len(b) else f"Better: {'A' if len(a) > len(b) else 'B'}")
+
+
+def test_the_reward_is_the_share_of_comparisons_won():
+    with serve(longer_wins) as fake:
+        reward = made("pairwise_judge", fake)
+        assert [o.reward for o in scores(reward, "aaa", "bb", "cc", "d")] == [1.0, 0.5, 0.5, 0.0]
+        assert len(fake.seen) == 12  # six pairs, in both orders
+        assert [o.reward for o in scores(reward, "aaa", "aaa", "d")] == [0.75, 0.75, 0.0]
+        assert len(fake.seen) == 12  # all known
+        assert scores(reward, "alone") == [Scored(0.5, {"pairwise_judge": 0.5})]
+        check_reward(reward, TASK, good="long", bad="s")
+
+
+def test_a_judge_that_always_prefers_one_place_makes_a_tie():
+    with serve(lambda body, number: chat("Better: A")) as fake:
+        assert [o.reward for o in scores(made("pairwise_judge", fake), "x", "y")] == [0.5, 0.5]
+        assert [o.reward for o in scores(made("pairwise_judge", fake, both_orders=False), "y", "x")] == [0.0, 1.0]
+
+
+def test_answers_can_be_compared_with_the_tasks_own():
+    with serve(longer_wins) as fake:
+        reward = made("pairwise_judge", fake, against="answer")
+        assert [o.reward for o in scores(reward, "123", "1", "85", "86")] == [1.0, 0.0, 0.5, 0.5]
+        (outcome,) = scores(reward, "1", task=Task("t/2", TASK.messages))
+        assert "has no answer to compare with" in outcome.detail
+
+
+def test_a_comparison_that_can_not_be_made_fails_both_attempts_and_no_others():
+    def answer(body, number):
+        text = body["messages"][0]["content"]
+        return chat("?") if "\nx\n" in text and "\nyy\n" in text else longer_wins(body)
+
+    with serve(answer) as fake:
+        x, y, z = scores(made("pairwise_judge", fake), "x", "yy", "zzz")
+        assert isinstance(x, Failed)
+        assert isinstance(y, Failed)
+        assert "no verdict" in y.detail
+        assert z == Scored(1.0, {"pairwise_judge": 1.0})
+        cut = [answered(TASK, "x", Truncated(None)), answered(TASK, "zzz"), answered(TASK, "y", Failed("engine"))]
+        outcomes = asyncio.run(made("pairwise_judge", fake).score(cut, TASK))
+        assert [type(o) for o in outcomes] == [Truncated, Scored, Failed]
+        assert [o.reward for o in outcomes[:2]] == [0.0, 0.5]
+
+
+# --- a remote reward
+
+
+def test_a_group_goes_out_in_one_request_and_comes_back_with_parts():
+    def answer(body, number):
+        return {"results": [_judged(row) for row in body["rows"]]}
+
+    def _judged(row):
+        return {"reward": float(row["response"] == row["answer"]), "parts": {"length": len(row["response"])}}
+
+    task = Task("t/3", TASK.messages, answer="85", tag="sums", meta={"level": 3})
+    with serve(answer) as fake:
+        reward = construct(resolve("rewards", {"kind": "remote", "url": fake.url}))
+        assert scores(reward, "85", "860", task=task) == [Scored(1.0, {"length": 2.0}), Scored(0.0, {"length": 3.0})]
+        (row, _) = fake.seen[0][2]["rows"]
+        assert row == {
+            "prompt": "37+48=", "response": "85", "answer": "85", "meta": {"level": 3}, "tag": "sums", "truncated": False,
+            "messages": [{"role": "user", "content": "37+48="}, {"role": "assistant", "content": "85"}],
+        }  # fmt: skip
+        assert len(fake.seen) == 1
+        check_reward(reward, TASK, good="85", bad="86")
+        assert isinstance(scores(reward, "85", ended=Truncated(None))[0], Truncated)
+        assert fake.seen[-1][2]["rows"][0]["truncated"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([], 'must answer {"results"'),
+        ({"results": [{"reward": 1.0}]}, "with 2 of them"),
+        (Answer("gone", 410), "status 410"),
+        (Answer("busy", 500), "in 2 tries"),
+        ("not JSON", "no JSON: 'not JSON'"),
+    ],
+)
+def test_an_answer_that_fits_no_group_fails_all_of_it(given, why):
+    with serve(lambda body, number: given) as fake:
+        reward = construct(resolve("rewards", {"kind": "remote", "url": fake.url, "retries": 1, "backoff_s": 1e-3}))
+        for outcome in scores(reward, "85", "86"):
+            assert isinstance(outcome, Failed)
+            assert why in outcome.detail
+
+
+def test_a_result_that_is_no_reward_fails_its_own_attempt():
+    results = [
+        {"reward": 2},
+        {"error": "no such problem"},
+        {"reward": True},
+        {"reward": None},
+        {"reward": 1.0, "parts": {"x": "y"}},
+        7,
+    ]
+    with serve(lambda body, number: {"results": results}) as fake:
+        outcomes = scores(construct(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdef")
+        assert outcomes[0] == Scored(2.0, {"remote": 2.0})
+        assert [type(o) for o in outcomes[1:]] == [Failed] * 5
+        assert "no such problem" in outcomes[1].detail
+
+
+def test_they_compose_with_the_others():
+    with serve(rates) as fake:
+        sections = (
+            resolve("rewards", {"kind": "exact_match"}),
+            resolve("rewards", {"kind": "judge", "url": fake.url, "model": "m", "weight": 0.5}),
+        )
+        (outcome,) = scores(composed(sections), "85")
+        assert outcome == Scored(1.5, {"exact_match": 1.0, "judge": 1.0})

@@ -1,0 +1,151 @@
+"""Which checkpoints a run keeps, and what it does where its time or its disk ends."""
+
+import json
+
+import pytest
+import yaml
+
+from ratchet.config.checks.stages import conflicts
+from ratchet.config.schema import RunConfig
+from ratchet.runs.checkpoints import CheckpointStore
+from ratchet.testing.forks import Forks
+from ratchet.testing.kill_and_resume import MODULES, Chaos, differences
+from ratchet.training.run import OUT_OF_TIME
+
+RECIPE = {
+    "name": "probe",
+    "threads": 1,
+    "device": "cpu",
+    "model": {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1}},
+    "tokenizer": {"kind": "characters", "alphabet": "0123456789="},
+    "environment": {"kind": "sorting", "digits": 2},
+    "evaluation": {"tasks": 0},
+    "logging": {"progress": "off", "tensorboard": False},
+    "algorithm": {"kind": "sft"},
+    "optimizer": {"lr": 0.05},
+    "steps": 4,
+    "batch_size": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    with Forks(MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
+        yield made
+
+
+@pytest.fixture
+def training(forks, tmp_path):
+    """Starts, or goes on with, the run of a folder: its status. It has these keys of `checkpoint`, and maybe a fault."""
+
+    def start(name, checkpoint, fault=""):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        recipe = folder / "probe.yaml"
+        recipe.write_text(yaml.safe_dump({**RECIPE, "checkpoint": {"every": 1, **checkpoint}}))
+        return Chaos(recipe, folder, forks).start(folder / "run", fault)
+
+    return start
+
+
+def test_what_has_no_time_for_another_step_saves_and_can_be_resumed(training, tmp_path):
+    assert training("whole", {}) == 0
+    statuses = [training("limited", {"limit_s": 0.001}) for _ in range(5)]  # each process has time for one step
+    assert statuses == [OUT_OF_TIME] * 4 + [0]
+    different = differences(tmp_path / "whole" / "run", tmp_path / "limited" / "run")
+    assert different == ["config.yaml differs"]
+    assert "no time for another step" in (tmp_path / "limited" / "run" / "run.log").read_text()
+
+
+def test_a_limit_that_is_far_off_changes_nothing(training):
+    assert training("run", {"limit_s": 10_000}) == 0
+
+
+@pytest.mark.fault("P10")
+def test_where_the_disk_is_full_the_run_ends_and_can_be_resumed(training, forks, tmp_path):
+    assert training("run", {}, "checkpoint.after_write:2:enospc") == 1
+    assert "CheckpointError: the checkpoint of step 2 can't be written" in forks.log.read_text()
+    assert CheckpointStore(tmp_path / "run" / "run" / "checkpoints").steps() == [1]
+    assert training("run", {}) == 0
+
+
+@pytest.mark.fault("P10")
+def test_or_goes_on_and_warns_where_the_recipe_says_so(training, tmp_path):
+    assert training("run", {"on_error": "warn"}, "checkpoint.after_write:2:enospc") == 0
+    assert CheckpointStore(tmp_path / "run" / "run" / "checkpoints").steps() == [3, 4]
+    assert "step 2 can't be written" in (tmp_path / "run" / "run" / "run.log").read_text()
+
+
+@pytest.mark.parametrize(("metric", "best"), [("policy/grad_norm", max), ("-policy/grad_norm", min)])
+def test_the_best_by_a_metric_stay(metric, best, training, tmp_path):
+    assert training("run", {"keep": 1, "keep_best": 1, "metric": metric}) == 0
+    run = tmp_path / "run" / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = {row["step"]: row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row}
+    assert CheckpointStore(run / "checkpoints").steps() == sorted({4, best(measured, key=measured.__getitem__)})
+
+
+# --- beside the training
+
+
+def test_what_is_written_beside_the_training_is_the_same(training, tmp_path):
+    for name, background in (("at_once", False), ("beside", True)):
+        assert training(name, {"keep": 4, "background": background}) == 0
+    one, other = tmp_path / "at_once" / "run", tmp_path / "beside" / "run"
+    assert differences(one, other) == ["config.yaml differs"]
+    assert CheckpointStore(other / "checkpoints").steps() == [1, 2, 3, 4]
+
+
+POINTS = ("begin", "between_files", "after_write", "after_manifest", "after_sync", "after_rename", "published")
+
+
+@pytest.mark.fault("P6")
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "checkpoint.copied:2:kill",
+        f"checkpoint.{POINTS[-1]}:2:kill",
+        *(pytest.param(f"checkpoint.{point}:2:kill", marks=pytest.mark.slow) for point in POINTS[:-1]),
+    ],
+)
+def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(kill, training, tmp_path):
+    assert training("whole", {"background": True}) == 0
+    assert training("killed", {"background": True}, kill) == -9
+    run = tmp_path / "killed" / "run"
+    if "begin" in kill or "copied" in kill or "write" in kill:
+        latest = CheckpointStore(run / "checkpoints").latest()
+        assert latest is not None
+        assert latest.step == 1
+    assert training("killed", {"background": True}) == 0
+    assert differences(tmp_path / "whole" / "run", run) == []
+
+
+@pytest.mark.fault("P10")
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_disk_that_is_full_beside_the_training_is_told_at_the_next_step(at, training, forks, tmp_path):
+    fault = f"checkpoint.after_write:{at}:enospc"
+    assert training("stops", {"background": True}, fault) == 1
+    assert f"CheckpointError: the checkpoint of step {at} can't be written" in forks.log.read_text()
+    store = CheckpointStore(tmp_path / "stops" / "run" / "checkpoints")
+    assert max(store.steps()) == at - 1
+    assert training("stops", {"background": True}) == 0
+    assert training("warns", {"background": True, "on_error": "warn", "keep": 4}, fault) == 0
+    run = tmp_path / "warns" / "run"
+    assert CheckpointStore(run / "checkpoints").steps() == sorted({1, 2, 3, 4} - {at})
+    assert f"step {at} can't be written" in (run / "run.log").read_text()
+
+
+def test_a_signal_while_it_is_written_waits_for_both(training, tmp_path):
+    assert training("run", {"background": True, "keep": 4}, "checkpoint.after_write:2:interrupt") == 130
+    steps = CheckpointStore(tmp_path / "run" / "run" / "checkpoints").steps()
+    assert steps[:2] == [1, 2]
+    assert training("run", {"background": True, "keep": 4}) == 0
+
+
+@pytest.mark.parametrize("learner", ["dtensor", "megatron"])
+def test_learners_that_write_their_own_parts_are_refused(learner):
+    stage = {**{key: RECIPE[key] for key in ("environment", "algorithm")}, "name": "a", "learner": {"kind": learner}}
+    stage["checkpoint"] = {"background": True}
+    recipe = {"model": RECIPE["model"], "tokenizer": RECIPE["tokenizer"], "stages": [stage]}
+    found = [conflict.message for conflict in conflicts(RunConfig.model_validate(recipe))]
+    assert any(message.startswith("checkpoint.background copies what this process holds") for message in found)

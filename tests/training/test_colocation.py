@@ -1,0 +1,223 @@
+"""Learner and generator take turns on an accelerator: never both, whatever asks whom, and to the same result."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+import torch
+
+from ratchet.algorithms.base import AlgoState
+from ratchet.config.resolve import construct, resolve
+from ratchet.config.schema import OptimizerConfig
+from ratchet.data.packing import pack
+from ratchet.errors import ConfigError, DataError
+from ratchet.experience.async_rollouts.tail_batching import CURRENT, Cuttable, Drawn
+from ratchet.learners.config import LocalConfig
+from ratchet.learners.local import LocalLearner
+from ratchet.models.config import DecoderConfig
+from ratchet.models.load import init_policy
+from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.testing.fakes import FakeGenerator, FakeLearner, FakeLink
+from ratchet.training.colocation import GENERATOR, LEARNERS, Turns, take_turns
+from ratchet.types import Sampling
+
+
+class Device:
+    """Who is on it, and what happened there."""
+
+    def __init__(self):
+        self.on, self.events = set(), []
+
+    def work(self, who, what):
+        assert self.on == {who}, f"{who} does {what} while {self.on} are on the device"
+        self.events.append(what)
+
+
+class OnDevice:
+    def place(self, device, who):
+        self.device, self.who, self.broken = device, who, False
+        device.on.add(who)
+        return self
+
+    async def onload(self):
+        await asyncio.sleep(0)
+        self.device.on.add(self.who)
+
+    async def offload(self):
+        await asyncio.sleep(0)
+        if self.broken:
+            raise RuntimeError("it does not let go")
+        self.device.on.discard(self.who)
+
+
+class PlacedLearner(OnDevice, FakeLearner):
+    async def score(self, batch, wanted, *, top_k=0):
+        self.device.work(LEARNERS, "score")
+        await asyncio.sleep(0)
+        return await super().score(batch, wanted, top_k=top_k)
+
+    async def update(self, mini, terms):
+        self.device.work(LEARNERS, "update")
+        return {}
+
+
+class PlacedGenerator(OnDevice, FakeGenerator):
+    async def generate(self, tokens, sampling, media=()):
+        self.device.work(GENERATOR, "generate")
+        await asyncio.sleep(0)
+        made = await super().generate(tokens, sampling, media)
+        self.device.work(GENERATOR, "generated")
+        return made
+
+
+class PlacedLink(FakeLink):
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    async def push(self, version):
+        self.device.work(GENERATOR, "push")
+        await super().push(version)
+
+    async def audit(self):
+        self.device.work(GENERATOR, "audit")
+        return ["a"]
+
+
+BATCH = pack([make_group("g", [make_trajectory([1], [2, 3])])])
+
+
+@pytest.fixture
+def device():
+    return Device()
+
+
+@pytest.fixture
+def parts(device):
+    learners = {"policy": PlacedLearner(5).place(device, LEARNERS)}
+    generator = PlacedGenerator(lambda tokens, sampling: [3]).place(device, GENERATOR)
+    return learners, generator, PlacedLink(device)
+
+
+def test_never_both_whoever_asks(device, parts):
+    learners, generator, link = take_turns(*parts)
+
+    async def ask():
+        await asyncio.gather(*(generator.generate([1], Sampling(max_new_tokens=1)) for _ in range(3)))
+        await learners["policy"].update(BATCH, [])
+        await link.push(1)
+        # At once: an order that nobody chose.
+        await asyncio.gather(
+            learners["policy"].score(BATCH, ["logprobs"]),
+            generator.generate([1], Sampling(max_new_tokens=1)),
+            learners["policy"].score(BATCH, ["logprobs"]),
+            link.push(2),
+        )
+        assert await link.audit() == ["a"]
+
+    asyncio.run(ask())
+    assert sorted(device.events[:6]) == ["generate"] * 3 + ["generated"] * 3
+    assert device.events[6:8] == ["update", "push"]
+    assert sorted(device.events[8:]) == ["audit", "generate", "generated", "push", "score", "score"]
+
+
+def test_attempts_that_were_cut_off_hold_up_no_learner(device, parts):
+    learners, generator, _ = take_turns(*parts)
+    asked = Cuttable(generator)
+
+    async def ask():
+        CURRENT.set(Drawn())
+        late = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=1)))
+        while not device.events:
+            await asyncio.sleep(0)
+        await asked.cut()
+        await learners["policy"].update(BATCH, [])
+        assert not late.done()
+        late.cancel()
+
+    asyncio.run(ask())
+    assert device.events == ["generate", "generated", "update"]
+
+
+def test_the_learners_have_the_last_turn(device, parts):
+    _, generator, link = take_turns(*parts)
+
+    async def ask():
+        await generator.generate([1], Sampling(max_new_tokens=1))
+        await link.close()
+
+    asyncio.run(ask())
+    assert device.on == {LEARNERS}
+
+
+def test_a_turn_that_could_not_begin_begins_anew(device, parts):
+    learners, generator, _ = take_turns(*parts)
+    parts[0]["policy"].broken = True
+
+    async def ask():
+        with pytest.raises(RuntimeError, match="does not let go"):
+            await generator.generate([1], Sampling(max_new_tokens=1))
+        parts[0]["policy"].broken = False
+        await generator.generate([1], Sampling(max_new_tokens=1))
+        await learners["policy"].score(BATCH, ["logprobs"])
+
+    asyncio.run(ask())
+    assert device.events == ["generate", "generated", "score"]
+
+
+def test_an_error_or_a_cancelled_wait_ends_the_turn(device, parts):
+    learners, generator, _ = take_turns(*parts)
+
+    async def ask():
+        with pytest.raises(DataError, match="empty prompt"):
+            await generator.generate([], Sampling(max_new_tokens=1))
+        waiting = asyncio.create_task(generator.generate([1], Sampling(max_new_tokens=1)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+        await asyncio.wait_for(learners["policy"].update(BATCH, []), 5)
+
+    asyncio.run(ask())
+    assert device.events[-1] == "update"
+
+
+def test_who_cannot_leave_is_refused():
+    generator = FakeGenerator(lambda tokens, sampling: [3])
+    with pytest.raises(ConfigError, match=r"cluster\.colocated=true .* and FakeGenerator can't leave it"):
+        Turns({GENERATOR: [generator]})
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_learner_that_left_goes_on_with_the_same_bits(device, tmp_path):
+    """Weights, moments and a scalar head; saved and loaded while away too."""
+    shape = DecoderConfig(23, 16, 2, 4, 2, 8, 24, init_std=0.3)
+    algorithm = construct(resolve("algorithm", {"kind": "sft"}))
+
+    def run(*, leaves):
+        learner = LocalLearner(
+            LocalConfig(), init_policy(shape, seed=0, device=torch.device(device)), optimizer=OptimizerConfig()
+        )
+        before = [id(parameter) for parameter in learner.model.parameters()]
+
+        async def steps():
+            for step in range(3):
+                if leaves:
+                    await learner.offload()
+                    await learner.offload()
+                    assert {p.device.type for p in learner.model.parameters()} == {"cpu"}
+                    learner.save(tmp_path / str(step))
+                    learner.load(tmp_path / str(step))
+                    await learner.onload()
+                weighed = algorithm.weigh(BATCH, AlgoState())
+                await learner.update(weighed, algorithm.losses["policy"])
+
+        asyncio.run(steps())
+        assert before == [id(parameter) for parameter in learner.model.parameters()]
+        return {shard.name: shard.tensor.cpu() for shard in learner.weights()}
+
+    stayed, left = run(leaves=False), run(leaves=True)
+    assert all(torch.equal(stayed[name], left[name]) for name in stayed)

@@ -1,0 +1,109 @@
+"""What a step's work was measured to be, on clocks of our own; and in a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ratchet.learners.compute.flop_counter import Spent
+from ratchet.models.flops import Cost
+from ratchet.models.presets import preset
+from ratchet.observe.sinks import read_jsonl
+from ratchet.observe.tracing.spans import Activity
+from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.training.metering import Meter
+from ratchet.training.session import resume_run, start_run
+
+WORK = Cost(preset("tiny", vocab_size=10)).work
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_mfu_and_idle_share_by_hand():
+    clock = Clock()
+    activity, spent = Activity(clock), Spent({"policy": WORK})
+    meter = Meter(spent, peak=1e9, activity=activity)
+    with activity.work("policy", "before"):
+        clock.now += 100.0
+    spent.flop = 5e12  # of the step before
+    meter.begin(7)
+    with activity.work("policy", "update"):
+        spent.flop += 1e9
+        clock.now += 3.0
+    clock.now += 1.0
+    groups = [make_group("g", [make_trajectory([1], [2, 3], reward=1.0), make_trajectory([1], [2], reward=0.0, attempt=1)])]
+    old = replace(make_group("h", [make_trajectory([1], [2, 3], reward=1.0)]), uses=1)  # was sampled in another step
+    found = meter.measure([*groups, old], 4.0)
+    flop = 1e9 + WORK.forward_flop(3, 2) + WORK.forward_flop(2, 1.5)
+    assert found["system"] == {}
+    assert found["time"] == pytest.approx(
+        {
+            "samples_per_s": 0.75,
+            "idle_share": 0.25,
+            "tflop": flop / 1e12,
+            "tflop_per_s": flop / 4e12,
+            "mfu": flop / 4e9,
+        }
+    )
+
+
+def test_a_model_whose_shape_is_unknown_has_no_flop():
+    clock = Clock()
+    meter = Meter(Spent({}), peak=1e9, activity=Activity(clock))
+    meter.begin(0)
+    clock.now = 2.0
+    found = meter.measure([make_group("g", [make_trajectory([1], [2], reward=1.0)])], 2.0)
+    assert found["time"] == {"samples_per_s": 0.5, "idle_share": 1.0}
+
+
+RECIPE = """
+name: metered
+threads: 1
+model: {preset: tiny, overrides: {hidden_size: 32, n_layers: 1}}
+tokenizer: {kind: characters, alphabet: "0123456789="}
+environment: {kind: sorting, digits: 2}
+sampling: {max_new_tokens: 3}
+evaluation: {tasks: 2, every: 1}
+algorithm: {kind: grpo, group_size: 2}
+steps: 2
+batch_size: 2
+checkpoint: {every: 1}
+logging: {progress: "off", tensorboard: false}
+"""
+
+
+def test_a_run_measures_itself_and_its_resumption_goes_on(tmp_path: Path):
+    recipe, path = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(RECIPE)
+    assert start_run(recipe, [], path, command="") == 0
+    assert resume_run(path, command="") == 0
+    rows = read_jsonl(path / "metrics.jsonl")[1:]
+    for row in rows:
+        assert 0 <= row["time/idle_share"] < 1
+        assert row["time/mfu"] > 0
+        assert row["time/tflop_per_s"] == pytest.approx(row["time/tflop"] / row["time/step_s"])
+        assert {"system/cpu_cores", "system/disk_free_gib"} <= row.keys()
+    events = json.loads((path / "trace.json").read_text())
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert [name for name in names if name.startswith("step")] == ["step 1", "step 2"]
+    assert {"sample", "score", "update", "sync", "after", "evaluate", "save"} <= set(names)
+    assert sum(event["ph"] == "b" for event in events) == 2 * (2 * 2) + 2 * 2  # attempts of both steps, and evaluated ones
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {"steps", "policy"}
+
+
+def test_what_is_not_wanted_is_left_out(tmp_path: Path):
+    recipe, path = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(RECIPE)
+    assert start_run(recipe, ["logging.trace=false", "logging.system=false"], path, command="") == 0
+    assert not (path / "trace.json").exists()
+    assert not [name for row in read_jsonl(path / "metrics.jsonl") for name in row if name.startswith("system/")]

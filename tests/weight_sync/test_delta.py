@@ -1,0 +1,173 @@
+"""Changes are applied bit by bit, once, in order, and to nothing else than what they were made of."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weight_sync.components import Kept, RowsRank, matrices
+from weight_sync.processes import Processes
+from weight_sync.test_transfer import assert_bit_equal
+
+from ratchet.errors import DeltaRefused, LinkError
+from ratchet.protocols import Shard
+from ratchet.weight_sync.checksums import checksum
+from ratchet.weight_sync.delta import Received, apply, changes, difference, forget, words
+from ratchet.weight_sync.endpoints import Intake, OneRank
+from ratchet.weight_sync.files import FilesLink
+from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.weight_blocks import block_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn]
+
+
+@st.composite
+def bits(draw):
+    """(old, new) of any bits, NaNs and zeros of either sign among them; often mostly equal."""
+    dtype = draw(st.sampled_from(DTYPES))
+    n = draw(st.integers(0, 40))
+    size = n * dtype.itemsize
+    most = 1 if dtype == torch.bool else 255
+    old = draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
+    new = list(old)
+    for at in draw(st.lists(st.integers(0, max(0, size - 1)), max_size=size)):
+        new[at : at + 1] = [draw(st.integers(0, most))]
+    return tuple(torch.tensor(x[:size], dtype=torch.uint8).view(dtype) for x in (old, new))
+
+
+@given(bits())
+def test_a_delta_makes_the_old_bits_the_new_ones(pair):
+    old, new = pair
+    found = difference(new, old)
+    if found is None:
+        changed = int((words(new) != words(old)).sum())
+        assert changed * (4 + new.dtype.itemsize) >= new.numel() * new.dtype.itemsize
+        return
+    made = old.clone()
+    apply(made, *found)
+    assert torch.equal(words(made), words(new))
+    assert (found[0][1:] > found[0][:-1]).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(bits(), min_size=1, max_size=4))
+def test_what_a_rank_sends_of_any_change_is_what_the_receiver_gets(pairs):
+    session, received = "property", Received()
+    forget(session)
+    try:
+        for version, which in ((1, 0), (2, 1)):
+            shards = [Shard(f"w{i}", tuple(p[which].shape), (0,), p[which]) for i, p in enumerate(pairs)]
+            taken = deliver(received, shards, session, version - 1 or None, version)
+            assert all(torch.equal(words(a), words(b.tensor)) for a, b in zip(taken, shards, strict=True))
+    finally:
+        forget(session)
+
+
+def deliver(received, shards, session, base, version, *, sent=None):
+    """Applies what a rank sends, and commits. sent: what it sent before, again."""
+    blocks = [[block_of(shard, None) for shard in shards]]
+    parts, numbers = sent or outgoing(shards, session, base, version)
+    taken = received.take(blocks, [parts], lambda rank, part: numbers[part], base=base, version=version)
+    found = [tensor.clone() for *_, tensor in taken]
+    received.version = version
+    return found
+
+
+def outgoing(shards, session, base, version):
+    parts, numbers = [], {}
+    for item in changes(iter(shards), None, session=session, base=base, version=version):
+        parts.append(item.at(len(parts), checksum(item.tensor.contiguous())))
+        numbers[parts[-1]] = item.tensor.reshape(-1).clone()
+    return parts, numbers
+
+
+@pytest.fixture
+def history():
+    """A receiver with version 1, and the changes from 1 to 2 and from 2 to 3."""
+    session, received = "history", Received()
+    versions = {1: torch.zeros(100), 2: torch.zeros(100), 3: torch.zeros(100)}
+    versions[2][7] = 1.0
+    versions[3][[7, 8]] = torch.tensor([1.0, 2.0])
+    shards = {version: [Shard("w", (100,), (0,), tensor)] for version, tensor in versions.items()}
+    deliver(received, shards[1], session, None, 1)
+    sent = {version: outgoing(shards[version], session, version - 1, version) for version in (2, 3)}
+    yield received, shards, sent
+    forget(session)
+
+
+def test_changes_apply_once_and_in_order(history):
+    received, shards, sent = history
+    with pytest.raises(DeltaRefused, match="changes from version 2 to 3 were refused: the receiver has version 1"):
+        deliver(received, shards[3], "", 2, 3, sent=sent[3])
+    deliver(received, shards[2], "", 1, 2, sent=sent[2])
+    with pytest.raises(DeltaRefused, match="changes from version 1 to 2 were refused: the receiver has version 2"):
+        deliver(received, shards[2], "", 1, 2, sent=sent[2])
+    with pytest.raises(DeltaRefused, match="from version 2 to 2"):
+        deliver(received, shards[3], "", 2, 2, sent=sent[3])
+    (found,) = deliver(received, shards[3], "", 2, 3, sent=sent[3])
+    assert torch.equal(found, shards[3][0].tensor)
+
+
+def test_what_comes_out_wrong_is_refused_and_nothing_applies_to_it_any_more(history):
+    received, shards, sent = history
+    received.blocks[0, 0][50] = 5.0
+    with pytest.raises(LinkError, match="weight 'w' of rank 0 is not what it should be after its changes"):
+        deliver(received, shards[2], "", 1, 2, sent=sent[2])
+    with pytest.raises(DeltaRefused, match="the receiver has none"):
+        deliver(received, shards[2], "", 1, 2, sent=sent[2])
+
+
+def test_a_position_outside_of_the_block_is_refused():
+    with pytest.raises(LinkError, match="outside of its block"):
+        apply(torch.zeros(3), torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+
+
+# --- through a link
+
+WHOLE = 4 * 30 * 4  # bytes of four matrices
+
+
+@pytest.mark.parametrize("through", ["files", "shared_memory"])
+def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path):
+    kept = Kept()
+    receiver = OneRank(Intake(kept))
+    by_files = lambda *ends: FilesLink(*ends, directory=tmp_path, changes_only=True)  # noqa: E731
+    link = by_files(ranks, receiver) if through == "files" else SharedMemoryLink(ranks, receiver, changes_only=True)
+
+    def pushed(version):
+        asyncio.run(link.push(version))
+        assert kept.version == version
+        assert asyncio.run(link.audit()) == []
+        return link.sent_bytes
+
+    assert pushed(1) == WHOLE
+    assert pushed(2) == 0, "nothing has changed"
+    assert pushed(2) == WHOLE, "the same version again"
+    assert pushed(1) == WHOLE, "an earlier version, as after a checkpoint was loaded"
+    assert pushed(3) == 0
+    kept.version = 9
+    assert pushed(10) == WHOLE, "somebody else gave the generator version 9"
+    ranks.ask("become", 1)
+    assert pushed(11) == WHOLE, "everything has changed"
+    assert_bit_equal(kept.held, matrices(1, 4, 6, 5))
+    receiver.component = Intake(kept)
+    assert pushed(12) == WHOLE, "a receiver that has forgotten"
+
+
+def test_a_rank_that_was_started_anew_sends_all_that_it_has(ranks):
+    kept = Kept()
+    link = SharedMemoryLink(ranks, OneRank(Intake(kept)), changes_only=True)
+    asyncio.run(link.push(1))
+    link.senders = other = Processes(2, "weight_sync.components:RowsRank")
+    try:
+        asyncio.run(link.push(2))
+    finally:
+        other.close()
+    assert link.sent_bytes == WHOLE
+    assert_bit_equal(kept.held, matrices(0, 4, 6, 5))
+
+
+def test_rows_of_ranks_are_those_of_the_whole():
+    shards = [list(RowsRank(rank, 2).weights()) for rank in (0, 1)]
+    assert torch.equal(torch.cat([own[0].tensor for own in shards]), matrices(0, 4, 6, 5)["w0"])

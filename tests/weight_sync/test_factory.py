@@ -1,0 +1,98 @@
+"""Sections become links between the ends that there are."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from weight_sync.components import Kept
+
+from ratchet.config.resolve import resolve
+from ratchet.errors import ConfigError
+from ratchet.testing.fakes import FakeLearner
+from ratchet.weight_sync.collective import CollectiveLink
+from ratchet.weight_sync.cuda_ipc import CudaIpcLink
+from ratchet.weight_sync.endpoints import OneRank
+from ratchet.weight_sync.factory import Between, make_link
+from ratchet.weight_sync.files import FilesLink
+from ratchet.weight_sync.in_process import SharedLink
+from ratchet.weight_sync.shared_memory import SharedMemoryLink
+
+
+class Embedded(Kept):
+    shares_weights = True
+
+
+RANKS, ALONE = OneRank(None), FakeLearner(2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "between", "made"),
+    [
+        ({}, {"learner": ALONE, "generator": Embedded()}, SharedLink),
+        ({}, {"learner": ALONE, "generator": Kept()}, SharedMemoryLink),
+        ({}, {"learner": RANKS, "generator": Embedded()}, SharedMemoryLink),
+        ({}, {"learner": RANKS, "generator": Kept(), "one_host": False}, CollectiveLink),
+        ({"kind": "shared"}, {"learner": ALONE, "generator": Embedded()}, SharedLink),
+        ({"kind": "shared_memory"}, {"learner": RANKS, "generator": Kept()}, SharedMemoryLink),
+        ({"kind": "cuda_ipc"}, {"learner": RANKS, "generator": Kept()}, CudaIpcLink),
+        ({"kind": "collective"}, {"learner": RANKS, "generator": Kept()}, CollectiveLink),
+        ({"kind": "files"}, {"learner": RANKS, "generator": Kept()}, FilesLink),
+        ({"kind": "delta"}, {"learner": RANKS, "generator": Kept()}, FilesLink),
+        ({"kind": "delta", "through": "shared_memory"}, {"learner": RANKS, "generator": Kept()}, SharedMemoryLink),
+    ],
+)
+def test_each_kind_is_its_link(recipe, between, made):
+    link = make_link(resolve("link", recipe), Between(**between))
+    assert type(link) is made
+    assert getattr(link, "changes_only", False) == (recipe.get("kind") == "delta")
+
+
+def test_keys_reach_the_link(tmp_path):
+    between = Between(RANKS, Kept(), receivers=RANKS, receivers_count=3, directory=tmp_path, run="mine")
+    own = {"dtype": "float16", "timeout_s": 5.0}
+    for recipe in ({"kind": "auto"}, {"kind": "shared_memory"}, {"kind": "collective"}, {"kind": "files"}, {"kind": "delta"}):
+        link = make_link(resolve("link", {**recipe, **own}), between)
+        assert (link.dtype, link.timeout_s, link.receivers) == ("float16", 5.0, RANKS)
+    network = {"kind": "collective", "backend": "nccl", "host": "10.0.0.1", "bucket_mib": 3}
+    link = make_link(resolve("link", network), between)
+    assert (link.backend, link.host, link.bucket_mib, link.receivers_count) == ("nccl", "10.0.0.1", 3, 3)
+    assert make_link(resolve("link", {"kind": "files"}), between).directory == tmp_path / "links"
+    chosen = {"kind": "files", "directory": str(tmp_path / "other")}
+    assert make_link(resolve("link", chosen), between).directory == tmp_path / "other"
+    assert make_link(resolve("link", {}), between).run == "mine"
+    assert make_link(resolve("link", {"kind": "delta"}), between).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("one_host", "host"), [(True, "127.0.0.1"), (False, socket.gethostname())])
+def test_others_reach_the_driver_at_an_address_that_they_can(one_host, host):
+    between = Between(RANKS, Kept(), one_host=one_host)
+    assert make_link(resolve("link", {"kind": "collective"}), between).host == host
+    assert make_link(resolve("link", {"kind": "collective", "host": "10.0.0.1"}), between).host == "10.0.0.1"
+
+
+SHARED = """
+import sys
+from types import SimpleNamespace
+from ratchet.config.resolve import resolve
+from ratchet.weight_sync.factory import Between, make_link
+
+make_link(resolve("link", {}), Between(SimpleNamespace(), SimpleNamespace(shares_weights=True)))
+print(*sorted(name for name in sys.modules if name in {"torch", "safetensors"} or name.startswith("ratchet.weight_sync.")))
+"""
+
+
+def test_shared_weights_need_no_transport():
+    done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        "ratchet.weight_sync.config",
+        "ratchet.weight_sync.factory",
+        "ratchet.weight_sync.in_process",
+    ]
+
+
+def test_weights_that_are_not_shared_are_not_taken_for_shared():
+    with pytest.raises(ConfigError, match="set it to auto"):
+        make_link(resolve("link", {"kind": "shared"}), Between(ALONE, Kept()))

@@ -1,0 +1,180 @@
+"""Every link brings what the ranks have, bit by bit, to a generator with weights of its own."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from learners.spread_cases import SHAPE, UNTIED, VOCAB, assembled
+from weight_sync.components import engine
+from weight_sync.processes import Processes
+
+from ratchet.errors import LinkError
+from ratchet.learners.config import LocalConfig
+from ratchet.learners.local import LocalLearner
+from ratchet.models.config import DecoderConfig
+from ratchet.models.load import init_policy
+from ratchet.protocols import Audits, Link
+from ratchet.weight_sync.collective import CollectiveLink
+from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.weight_sync.files import FilesLink
+from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.weight_blocks import Block, check_cover
+
+LINKS = {
+    "shared_memory": lambda senders, receivers, path, **o: SharedMemoryLink(senders, receivers, run="test", **o),
+    "collective": lambda senders, receivers, path, **o: CollectiveLink(senders, receivers, bucket_mib=1, timeout_s=30, **o),
+    "files": lambda senders, receivers, path, **o: FilesLink(senders, receivers, directory=path, **o),
+    "delta by files": lambda senders, receivers, path, **o: FilesLink(
+        senders, receivers, directory=path, changes_only=True, **o
+    ),
+    "delta by shared memory": lambda senders, receivers, path, **o: SharedMemoryLink(
+        senders, receivers, changes_only=True, **o
+    ),
+}
+TOPOLOGIES = {
+    "fsdp2": {"shards": 2},
+    "tp2": {"tensor": 2},
+    "fsdp2 x tp2": {"shards": 2, "tensor": 2},
+}
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def learner(request):
+    topology = TOPOLOGIES[request.param]
+    made = Processes(math.prod(topology.values()), "weight_sync.components:SpreadRank", topology, UNTIED, gloo=True)
+    yield made
+    made.close()
+
+
+def together(blocks_by_rank):
+    return assembled([(None, blocks, None, None) for blocks in blocks_by_rank])
+
+
+def held(generator):
+    return {shard.name: shard.tensor.clone() for shard in generator.weights()}
+
+
+def assert_bit_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_pushes_are_bit_exact(kind, learner, tmp_path):
+    generator = engine(UNTIED)
+    link = LINKS[kind](learner, OneRank(Intake(generator)), tmp_path / "links")
+    assert isinstance(link, Link)
+    assert isinstance(link, Audits)
+
+    async def pushes():
+        assert await link.audit(), "they start from other weights"
+        for version in (1, 2, 3):
+            await link.push(version)
+            assert await link.audit() == []
+            assert generator.version == version
+            assert_bit_equal(held(generator), together(await learner.call("blocks")))
+            await learner.call("change", 1.5)
+            assert await link.audit(), "the learner has moved on"
+        await link.close()
+
+    asyncio.run(pushes())
+    assert not list((tmp_path / "links").glob("*"))
+
+
+def local(shape, dtype=torch.float32, seed=5):
+    policy = init_policy(shape, seed=seed, dtype=dtype)
+    return policy, OneRank(Outlet(LocalLearner(LocalConfig(), policy)))
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_learner_of_this_process_has_one_rank_and_sends_bfloat16_where_asked(kind, tmp_path):
+    policy, outlet = local(SHAPE)
+    generator = engine(dtype=torch.bfloat16)
+    link = LINKS[kind](outlet, OneRank(Intake(generator)), tmp_path, dtype="bfloat16")
+    asyncio.run(link.push(1))
+    assert_bit_equal(held(generator), {name: tensor.bfloat16() for name, tensor in policy.canonical_weights()})
+    assert asyncio.run(link.audit()) == []
+    half = sum(parameter.numel() for parameter in policy.parameters()) * 2
+    assert link.sent_bytes == half
+    with torch.no_grad():
+        policy.decoder.layers["0"].mlp.down_proj.weight[0, 0] += 1
+    asyncio.run(link.push(2))
+    assert link.sent_bytes == (6 if link.changes_only else half)  # a position and a value
+    assert_bit_equal(held(generator), {name: tensor.bfloat16() for name, tensor in policy.canonical_weights()})
+    asyncio.run(link.close())
+
+
+def test_experts_travel_by_their_own_names():
+    shape = DecoderConfig(
+        VOCAB, 16, 2, 4, 2, 8, 24, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12
+    )
+    policy, outlet = local(shape)
+    generator = engine(shape)
+    link = SharedMemoryLink(outlet, OneRank(Intake(generator)))
+    asyncio.run(link.push(1))
+    assert any(".experts.3.down_proj" in name for name in held(generator))
+    assert_bit_equal(held(generator), dict(policy.canonical_weights()))
+
+
+def test_a_tied_learner_fills_the_head_of_an_untied_generator():
+    policy, outlet = local(SHAPE)
+    generator = engine(replace(SHAPE, tied=False))
+    asyncio.run(SharedMemoryLink(outlet, OneRank(Intake(generator))).push(1))
+    found, embedding = held(generator), policy.decoder.embed_tokens.weight
+    assert torch.equal(found["lm_head.weight"], embedding)
+    assert torch.equal(found["model.embed_tokens.weight"], embedding)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [(replace(SHAPE, n_layers=5), "layers.4"), (replace(SHAPE, n_layers=3), "none of that name"), (UNTIED, "weight '")],
+)
+def test_a_generator_of_another_model_refuses_before_anything_moves(shape, said):
+    _, outlet = local(SHAPE)
+    generator = engine(shape)
+    before = held(generator)
+    link = SharedMemoryLink(outlet, OneRank(Intake(generator)))
+    with pytest.raises(LinkError, match=said):
+        asyncio.run(link.push(1))
+    assert_bit_equal(held(generator), before)
+    assert generator.version == 0
+
+
+def test_several_receivers_get_the_same(tmp_path):
+    ranks = Processes(2, "weight_sync.components:RowsRank")
+    receivers = Processes(2, "weight_sync.components:KeptIntake")
+    try:
+        for make in (LINKS["shared_memory"], lambda *a: CollectiveLink(*a[:2], receivers_count=2, timeout_s=30)):
+            link = make(ranks, receivers, tmp_path)
+            asyncio.run(link.push(7))
+            (version, first), (_, second) = receivers.ask("held")
+            assert version == 7
+            assert_bit_equal(first, second)
+            assert first["w0"].shape == (6, 5)
+    finally:
+        ranks.close()
+        receivers.close()
+
+
+def block(offsets, sizes, name="w", shape=(4, 4), dtype="float32"):
+    return Block(name, shape, offsets, sizes, dtype)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "said"),
+    [
+        ([[block((0, 0), (2, 4))], [block((2, 0), (1, 4))]], "no rank sends 4 of the numbers of weight 'w'"),
+        ([[block((0, 0), (3, 4))], [block((2, 0), (1, 4))]], "two ranks send the same numbers of weight 'w'"),
+        ([[block((0, 0), (2, 4))], [block((2, 0), (2, 4), dtype="bfloat16")]], "the ranks run different models"),
+    ],
+)
+def test_ranks_that_do_not_add_up_to_a_model_are_found(by_rank, said):
+    with pytest.raises(LinkError, match=said):
+        check_cover(by_rank)
+
+
+def test_boxes_of_two_divisions_add_up():
+    check_cover([[block((row, column), (2, 2)) for column in (0, 2)] for row in (0, 2)])
